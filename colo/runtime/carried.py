@@ -1,17 +1,18 @@
 """Rollouts that outlive a step: groups of completions that have ended are returned, others go on in a later call.
 
 A group is a prompt with its `n` samples. Between calls it is tokens and log-probabilities on the host, so that the KV
-cache can go and weights can change. Engines know nothing of it: a row asks for at most `ROUND_TOKENS` tokens at a time,
-with all that it has as its prompt, and a call ends after the round in which enough groups have ended. What an engine
-keeps of a prefix makes a round cheap; the embedded one computes the prefix again.
+cache can go and weights can change. Engines know nothing of it: in a round all rows ask for so many tokens at a time,
+each with all that it has as its prompt, and a call ends after the round in which enough groups have ended. A round is
+one call of the engine, and each is half as long again as the one before, since a call costs what many tokens do. What
+an engine keeps of a prefix makes a round cheap; the embedded one computes the prefix again.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,7 @@ from colo.engines.sampling import check_seeds, row_seed, without_neutral
 from colo.errors import Unsupported
 
 ROUND_TOKENS = 128
-"""Tokens that a row asks for at a time: a call goes on for at most so many after enough groups have ended."""
+"""Tokens that a row asks for in the first round of a call, and in each of one that ends at a time."""
 
 Until = float | int | timedelta
 """Condition on which a call ends: a share of the groups under way (float), a number of groups (int), or a time."""
@@ -102,28 +103,59 @@ class _Group:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a group that have equal tokens, and are one prompt of a call."""
+
+    group: _Group
+    numbers: Sequence[int]  # of the rows
+    first: int  # number of the first row of those that began together, from whose seed the others' are counted
+    place: int = 0  # of the first of `numbers` among those
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.group.prompt + self.group.rows[self.numbers[0]].token_ids
+
+    @property
+    def left(self) -> int:
+        """Tokens that each may still get."""
+        return self.group.max_tokens - len(self.group.rows[self.numbers[0]].token_ids)
+
+    @property
+    def seed(self) -> int:
+        """Another in every round: a row must not draw the same numbers again. One of 61 bits, since engines add to it.
+
+        The engine adds the number of the sample. What a row draws is the same in a prompt of its own.
+        """
+        begun = len(self.group.rows[self.numbers[0]].token_ids)
+        found = row_seed(f"{self.group.seed}/{self.group.attempt}/{begun}", self.group.index, self.first) >> 2
+        return found + self.place
+
+    def alone(self) -> Iterator[_Part]:
+        """Each of its rows as a part."""
+        return (_Part(self.group, [number], self.first, place) for place, number in enumerate(self.numbers))
+
+
 @dataclass(slots=True)
 class _Batch:
-    """Rows that one call of the engine continues: each part is a group with numbers of rows that have equal tokens."""
+    """Rows that one call of the engine continues. Parts have as many rows as each other."""
 
     options: Mapping[str, Any]
-    limit: int  # of the tokens that each row may get
-    num_samples: int  # of each part
-    parts: list[tuple[_Group, list[int]]] = field(default_factory=list)
+    parts: Sequence[_Part]
+    limit: int  # of the tokens that each row gets; those beyond its own limit are dropped
 
-    def prompts(self) -> list[tuple[int, ...]]:
-        return [group.prompt + group.rows[numbers[0]].token_ids for group, numbers in self.parts]
+    @classmethod
+    def of(cls, options: Mapping[str, Any], parts: Sequence[_Part], round_tokens: int) -> _Batch:
+        """One call for all parts. A round is longer than `ROUND_TOKENS` only as far as every row may go on."""
+        if len({len(part.numbers) for part in parts}) > 1:
+            parts = [alone for part in parts for alone in part.alone()]
+        left = [part.left for part in parts]
+        return cls(options, parts, min(max(left), max(ROUND_TOKENS, min(round_tokens, *left))))
 
     def sampling(self) -> dict[str, Any]:
-        """Sampling options by name. Seeds are others in every round: a row must not draw the same numbers again."""
-        asked = {**self.options, "n": self.num_samples, "max_tokens": self.limit}
-        if self.parts[0][0].seed is not None:
-            asked["seed"] = [
-                # one of 61 bits, since the engine adds the number of the sample
-                row_seed(f"{group.seed}/{group.attempt}/{len(group.rows[first].token_ids)}", group.index, first) >> 2
-                for group, (first, *_) in self.parts
-            ]
-        return asked
+        """Sampling options by name."""
+        asked = {**self.options, "n": len(self.parts[0].numbers), "max_tokens": self.limit}
+        return asked if self.parts[0].group.seed is None else asked | {"seed": [part.seed for part in self.parts]}
 
 
 class Carried:
@@ -175,11 +207,13 @@ class Carried:
         end_s = time.monotonic() + until.total_seconds() if isinstance(until, timedelta) else math.inf
         try:
             self.begin_anew(engine.weights_version, max_age)
-            wanted = _number_of(until, len(self._groups))
+            wanted, round_tokens = _number_of(until, len(self._groups)), ROUND_TOKENS
             while self.num_ended < wanted:
-                self.sample(engine, adapter)
+                self.sample(engine, adapter, round_tokens)
                 if time.monotonic() >= end_s:
                     break
+                if not isinstance(until, timedelta):
+                    round_tokens += round_tokens // 2
         except BaseException:
             if not any(row.token_ids for group in new for row in group.rows):
                 self._groups = {index: group for index, group in self._groups.items() if group not in new}
@@ -215,10 +249,10 @@ class Carried:
         self.options_last_taken = options
         return [completion for group in ended for completion in group.completions()]
 
-    def sample(self, engine: Engine, adapter: str | None) -> None:
-        """Sample one round for all rows that run."""
+    def sample(self, engine: Engine, adapter: str | None, round_tokens: int | None = None) -> None:
+        """Sample one round for all rows that run, of `ROUND_TOKENS` by default."""
         longest_prompt: int | None = getattr(engine, "longest_prompt", None)
-        for batch in self._batches():
+        for batch in self._batches(ROUND_TOKENS if round_tokens is None else round_tokens):
             _sample(batch, engine, adapter, longest_prompt)
 
     def add(
@@ -267,18 +301,19 @@ class Carried:
             for number in old:
                 group.rows[number] = _Row()
 
-    def _batches(self) -> list[_Batch]:
-        """List what to ask for next. Rows of a group that have no tokens are one prompt, which is computed once."""
-        batches: dict[tuple[int, int, int, bool], _Batch] = {}
+    def _batches(self, round_tokens: int) -> list[_Batch]:
+        """List what to ask for next: a call for all rows of equal options, some of which have seeds or none has.
+
+        Rows of a group that have no tokens are one prompt, which is computed once, unless others go on beside them.
+        """
+        kinds: dict[tuple[int, bool], list[_Part]] = {}
         for group in self._groups.values():
             running = [number for number, row in enumerate(group.rows) if row.is_running]
             fresh = [number for number in running if not group.rows[number].token_ids]
-            for numbers in [*([fresh] if fresh else ()), *([number] for number in running if number not in fresh)]:
-                limit = min(ROUND_TOKENS, group.max_tokens - len(group.rows[numbers[0]].token_ids))
-                batch = _Batch(group.options, limit, len(numbers))
-                kind = (id(group.options), limit, len(numbers), group.seed is None)
-                batches.setdefault(kind, batch).parts.append((group, numbers))
-        return list(batches.values())
+            parts = kinds.setdefault((id(group.options), group.seed is None), [])
+            parts += [_Part(group, fresh, fresh[0])] if fresh else []
+            parts += [_Part(group, [number], number) for number in running if number not in fresh]
+        return [_Batch.of(parts[0].group.options, parts, round_tokens) for parts in kinds.values() if parts]
 
 
 def check_until(until: Until | None, max_age: int | None, keys: object) -> None:
@@ -338,10 +373,11 @@ def _number_of(until: Until, num_groups: int) -> float:
 def _sample(batch: _Batch, engine: Engine, adapter: str | None, longest_prompt: int | None) -> None:
     """Continue rows by one round."""
     params = engine.sampling_params(**batch.sampling())
-    for found in engine.generate(batch.prompts(), params, adapter=adapter):
-        group, numbers = batch.parts[found.prompt_index]
-        number = numbers[found.sample_index]
+    for found in engine.generate([part.prompt for part in batch.parts], params, adapter=adapter):
+        part = batch.parts[found.prompt_index]
+        group, number = part.group, part.numbers[found.sample_index]
         row = group.rows[number]
+        found = _cut(found, group.max_tokens - len(row.token_ids))
         length = len(row.token_ids) + len(found.token_ids)
         goes_on = (
             found.finish_reason == "length"
@@ -351,3 +387,18 @@ def _sample(batch: _Batch, engine: Engine, adapter: str | None, longest_prompt: 
             and (longest_prompt is None or len(group.prompt) + length <= longest_prompt)
         )
         group.rows[number] = row.grown(found, CARRIED if goes_on else found.finish_reason)
+
+
+def _cut(found: Completion, most: int) -> Completion:
+    """A completion without tokens beyond the `most` that its row may get."""
+    more = len(found.token_ids) - most
+    if more <= 0:
+        return found
+    experts = None if found.routed_experts is None else found.routed_experts[:-more]
+    return replace(
+        found,
+        token_ids=found.token_ids[:most],
+        logprobs=found.logprobs[:most],
+        finish_reason="length",
+        routed_experts=experts,
+    )

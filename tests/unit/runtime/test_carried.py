@@ -181,10 +181,61 @@ def test_a_round_that_fails_loses_no_tokens_and_prompts_that_have_none_are_not_k
     assert rt.carried == []
     with pytest.raises(KeyboardInterrupt), rt.rollout():
         rt.generate(PROMPTS, max_tokens=16, until=1.0)
-    assert [(c.prompt_index, len(c.token_ids)) for c in rt.carried] == [(0, 8), (1, 8), (2, 8)]
+    assert [(c.prompt_index, len(c.token_ids)) for c in rt.carried] == [(0, 10), (1, 10), (2, 10)]
     with rt.rollout():
         done = rt.generate([[7, 7]], max_tokens=16, until=1.0)
     assert [(c.prompt_index, len(c.token_ids)) for c in done] == [(0, 16), (1, 16), (2, 16), (3, 16)]
+
+
+@pytest.fixture
+def calls(rt, monkeypatch):
+    """Prompts, samples of each and tokens that the engine was asked for, by call."""
+    generate, found = rt.engine.generate, []
+
+    def noted(prompts, params, *, adapter=None):
+        found.append((len(prompts), params.n, params.max_tokens))
+        return generate(prompts, params, adapter=adapter)
+
+    monkeypatch.setattr(rt.engine, "generate", noted)
+    return found
+
+
+def test_a_round_is_one_call_and_each_is_half_as_long_again(rt, calls):
+    with rt.rollout():
+        rt.generate(PROMPTS, n=2, max_tokens=40, until=ONE_ROUND)
+        assert calls == [(3, 2, 4)]  # a prompt is computed once for all of its samples
+        calls.clear()
+        done = rt.generate(PROMPTS[:2], n=2, max_tokens=30, temperature=0.5, until=1.0)
+    assert len(done) == 10
+    # those of other options are a call of their own; no row is asked for more than another may get
+    assert calls[:2] == [(6, 1, 4), (2, 2, 4)] and [call[2] for call in calls if call[0] == 6] == [4, 6, 9, 13, 4]
+    calls.clear()
+    with rt.rollout():
+        rt.generate(PROMPTS, n=2, max_tokens=40, until=ONE_ROUND)
+        rt.generate([[9]], n=2, max_tokens=40, until=1.0)
+    # new prompts beside rows that go on
+    assert calls == [(3, 2, 4), (8, 1, 4), (8, 1, 6), (8, 1, 9), (8, 1, 13), (8, 1, 4), (2, 1, 4)]
+
+
+def test_no_row_gets_more_than_it_may(rt, calls):
+    with rt.rollout():
+        rt.generate([[1], [2]], n=2, max_tokens=6, temperature=0, until=ONE_ROUND)
+        done = rt.generate([[3]], n=2, max_tokens=6, temperature=0, until=1.0)
+        whole = rt.generate([[1], [2], [3]], n=2, max_tokens=6, temperature=0)
+    assert [call[2] for call in calls] == [4, 4, 2, 6]  # two rows were asked for two tokens too many
+    assert [c.token_ids for c in done] == [c.token_ids for c in whole]
+    assert all((len(c.logprobs), c.finish_reason, c.spans) == (6, "length", ((0, 6),)) for c in done)
+
+
+def test_what_is_drawn_does_not_depend_on_what_goes_on_beside_it(rt):
+    with rt.rollout():
+        alone = rt.generate([[5]], n=3, max_tokens=8, until=1.0, seed=[4])
+        rt.generate(PROMPTS, n=3, max_tokens=40, until=ONE_ROUND, seed=1)
+        rt._carried._num_prompts = 0  # the number of a prompt is part of what its samples draw by
+        groups = dict(rt._carried._groups)
+        rt._carried._groups = {100 + index: group for index, group in groups.items()}
+        beside = rt.generate([[5]], n=3, max_tokens=8, until=1, seed=[4])
+    assert [c.token_ids for c in beside[:3]] == [c.token_ids for c in alone]
 
 
 @pytest.mark.parametrize(
