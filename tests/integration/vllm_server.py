@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import httpx
 
@@ -46,9 +47,9 @@ class Server:
     def close(self):
         self.http.close()
         self.process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):  # a server that was killed leaves its engine behind
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def post(self, path, body=None):
