@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from queue import Empty, Full, Queue
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Uns
 from colo.log import logger
 from colo.memory.uninterrupted import end_wait
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Move, Residency, Segment
-from colo.weights.meeting import Meeting
+from colo.weights.meeting import Meeting, in_thread
 from colo.weights.transports.remote import PlanWords, SliceTaker, Taken, TakesSlices
 
 T = TypeVar("T")
@@ -495,6 +496,7 @@ class FleetTakesSlices:
 
     def begin(self) -> None:
         """Poison all of them: slices are about to come."""
+        self._fleet.poison_for_load()
         for member in self._takers:
             member.why_out = "it has some of the weights at most"
         self._each(lambda taker, _: taker.begin())
@@ -525,11 +527,10 @@ class FleetTakesSlices:
 
     def _each(self, call: Callable[[SliceTaker, int], T], first: int = 0) -> dict[_Member, T]:
         """Call for all engines at once, with the number of each one's first rank. One that is lost leaves."""
-        pool, asked = ThreadPoolExecutor(max(1, len(self._takers))), dict[_Member, Future[T]]()
+        asked: dict[_Member, Future[T]] = {}
         for member, taker in self._takers.items():
-            asked[member] = pool.submit(call, taker, first)
+            asked[member] = in_thread(partial(call, taker, first))
             first += self._counts.get(member, 0)
-        pool.shutdown(wait=False)
         left, give_up_s = set(asked.values()), math.inf
         while left and time.monotonic() < give_up_s:
             done, left = wait(left, timeout=_LOOK_AFTER_S, return_when=FIRST_EXCEPTION)

@@ -6,6 +6,7 @@ met at: whoever gives up sets it, so that no other rank waits for the deadline.
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -28,6 +29,7 @@ E = TypeVar("E", bound=BaseException)
 
 _GIVEN_UP = "colo-given-up"
 _LOOK_AFTER_S = 0.05
+_SAID_WITHIN_S = 2.0
 _NEVER_SENT, _AT_ONCE = 1, timedelta(milliseconds=1)  # a tag; a patience
 
 
@@ -66,13 +68,13 @@ def store_of(meeting: Meeting, deadline_s: float) -> Any:
     )
 
 
-def join(meeting: Meeting, rank: int, deadline_s: float, store: Any = None) -> GroupEnd:
+def join(meeting: Meeting, rank: int, deadline_s: float, store: Any = None, signals: Signals | None = None) -> GroupEnd:
     """A rank's end of a group. `store` is that of who holds it. Raises: `RuntimeError` as torch does.
 
     The names of stores are nested as `init_process_group` of torch nests them, by which an SGLang server joins.
     """
     deadline = timedelta(seconds=deadline_s)
-    signals = store_of(meeting, deadline_s)
+    signals = Signals(meeting, deadline_s) if signals is None else signals
     # where one backend serves every kind of device, it is made once, under the name of the first
     kind = next(
         iter(distributed_c10d.BackendConfig(distributed_c10d.Backend(meeting.backend)).get_device_backend_map())
@@ -84,29 +86,91 @@ def join(meeting: Meeting, rank: int, deadline_s: float, store: Any = None) -> G
         group: Any = distributed.ProcessGroupGloo(nested, rank, meeting.size, timeout=deadline)
         return GroupEnd(group, store, signals, deadline_s)
     options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = 2 * deadline  # torch ends the process at this one; ours comes before
-    return GroupEnd(distributed.ProcessGroupNCCL(nested, rank, meeting.size, options), store, signals, deadline_s)
+    options._timeout = 2 * deadline
+    with _without_teardown():
+        group = distributed.ProcessGroupNCCL(nested, rank, meeting.size, options)
+    return GroupEnd(group, store, signals, deadline_s)
 
 
-def give_up(signals: Any, why: BaseException) -> None:
-    """Let every rank of a group know that one has given it up; the first reason stays. `signals`: a `store_of`."""
-    with suppress(RuntimeError):  # who has held the store may be gone
-        signals.compare_set(_GIVEN_UP, "", (str(why) or type(why).__name__)[:1000])
-
-
-def why_given_up(signals: Any) -> str | None:
-    """The reason why some rank has given a group up, `None` if none has."""
+@contextmanager
+def _without_teardown() -> Iterator[None]:
+    """Make a group that does not end the process when another rank has died: colo gives the group up instead."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
     try:
-        return str(signals.get(_GIVEN_UP).decode()) if signals.check([_GIVEN_UP]) else None
-    except RuntimeError:
-        return "the rank that has made the group has ended, or let go of it"
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class Signals:
+    """Words between the ranks of a group, through the store that they met at: that one has given up, and why.
+
+    No call waits for the store: it may be held by a process that has stopped. A thread asks it.
+    """
+
+    def __init__(self, meeting: Meeting, deadline_s: float) -> None:
+        """Connect. Raises: `RuntimeError` as torch does."""
+        # a connection of its own: one on which somebody waits answers nobody
+        self._store = store_of(meeting, deadline_s)
+        self.why: str | None = None
+        """The reason why some rank has given the group up, as far as it is known here; `None` if none has."""
+
+        self._said = threading.Event()
+        self._saying: str | None = None
+        self._num_listening, self._is_over = 0, False
+        self._wake = threading.Event()
+        threading.Thread(target=self._ask, name="colo-signals", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise `TransferError` if some rank is known to have given the group up."""
+        if self.why is not None:
+            raise TransferError(f"the transfer was given up: {self.why}")
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A block in which `why` is looked for."""
+        self._num_listening += 1
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self._num_listening -= 1
+
+    def give_up(self, why: BaseException) -> None:
+        """Let every rank know, if no other was faster. Waits for a moment until that has been said."""
+        self._saying = (str(why) or type(why).__name__)[:1000]
+        self._wake.set()
+        if not self._said.wait(_SAID_WITHIN_S):
+            self.why = self.why or self._saying
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_over = True
+        self._wake.set()
+
+    def _ask(self) -> None:
+        while self.why is None and not self._is_over:
+            self._wake.wait(_LOOK_AFTER_S if self._num_listening else None)
+            self._wake.clear()
+            try:
+                if self._saying is not None:  # the first reason stays
+                    self._store.compare_set(_GIVEN_UP, "", self._saying)
+                if self._store.check([_GIVEN_UP]):
+                    self.why = self._store.get(_GIVEN_UP).decode()
+            except RuntimeError:
+                self.why = self._saying or "the rank that has made the group has ended, or let go of it"
+        self._said.set()
 
 
 class GroupEnd:
     """One rank's end of a group. One in which something has failed is not used again: see `give_up`."""
 
-    def __init__(self, group: Any, store: Any, signals: Any, deadline_s: float) -> None:
-        """`signals` is a connection of its own to the store: one that waits answers nobody."""
+    def __init__(self, group: Any, store: Any, signals: Signals, deadline_s: float) -> None:
         self._store = store  # which others read as long as this end is there
         self._group: Any = group
         self._signals = signals
@@ -114,70 +178,75 @@ class GroupEnd:
         self._flying: list[_Work] = []
         self._is_connected = False  # NCCL makes its communicator in the first operation, which waits for all ranks
 
+    @property
+    def is_whole(self) -> bool:
+        """True until it is given up."""
+        return self._group is not None
+
     def broadcast(self, whole: torch.Tensor) -> None:
         """Begin to send what rank 0 has in `whole`, uint8, or to receive it there."""
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._begun(self._group.broadcast([whole], options))
+        self._begun(self._whole_group().broadcast([whole], options))
 
     def connect(self, device: torch.device) -> None:
         """Wait for all ranks of the group. A collective. Raises: `TransferError` where one does not come."""
         options = distributed.AllreduceOptions()
-        self._begun(self._group.allreduce([torch.zeros(1, device=device)], options))
+        self._begun(self._whole_group().allreduce([torch.zeros(1, device=device)], options))
         self.settle(device)
 
     def send_and_receive(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
-    ) -> list[Any]:
+    ) -> list[_Work]:
         """Begin to send memory to ranks of the group, and to receive from them. Raises: `RuntimeError`, as torch."""
-        group = self._group
+        group = self._whole_group()
         if not group.supports_coalescing or not (sends or receives):
             works = [group.send([data], rank, 0) for rank, data in sends]
             works += [group.recv([data], rank, 0) for rank, data in receives]
             return [self._begun(work) for work in works]
         group._start_coalescing()
-        for rank, data in sends:
-            group.send([data], rank, 0)
-        for rank, data in receives:
-            group.recv([data], rank, 0)
+        try:
+            for rank, data in sends:
+                group.send([data], rank, 0)
+            for rank, data in receives:
+                group.recv([data], rank, 0)
+        except BaseException:
+            with suppress(RuntimeError):  # else this thread's other groups would queue behind it, and never begin
+                group._end_coalescing()
+            raise
         return [self._begun(group._end_coalescing())]
-
-    def _begun(self, work: Any) -> _Work:
-        self._is_connected = True
-        self._flying.append(_Work(work, self._flying))
-        return self._flying[-1]
 
     def settle(self, device: torch.device) -> None:
         """Wait until all that has begun has ended. Raises: `TransferError` where it has failed, or another gave up."""
-        give_up_s = time.monotonic() + self._deadline_s
         try:
             for work in list(self._flying):
                 work.wait()
             if device.type == "cuda":
-                # torch has made the stream wait and not this process: a kernel of NCCL waits for ever
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(device))
-                look_s = time.monotonic() + _LOOK_AFTER_S
-                while not event.query():
-                    if (now_s := time.monotonic()) > look_s:
-                        look_s = now_s + _LOOK_AFTER_S
-                        self.check()
-                    if now_s > give_up_s:
-                        raise TransferError(f"other ranks have not come for {self._deadline_s:g} s")
-                    time.sleep(_LOOK_AFTER_S / 1000)
-                self.check()  # what has ended may have been ended
+                torch.cuda.current_stream(device).synchronize()  # of works that have ended, and copies
         except RuntimeError as error:
-            self.check()
+            self._signals.check()
             raise TransferError(f"a transfer between ranks failed: {error}") from error
 
-    def check(self) -> None:
-        """Raise `TransferError` if some rank has given the group up."""
-        if (why := why_given_up(self._signals)) is not None:
-            raise TransferError(f"the transfer was given up: {why}")
+    def wait_for(self, work: Any) -> None:
+        """Wait for a work of torch's, on a GPU in the present stream too. Raises: `RuntimeError`, as torch does.
+
+        And `TransferError` where another rank has given up, or nothing has come for the deadline.
+        """
+        if _is_nccl(self._group):
+            # torch makes the stream wait and not this process, and a kernel of NCCL waits for ever
+            give_up_s = time.monotonic() + self._deadline_s
+            with self._signals.listening():
+                while not work.is_completed():
+                    self._signals.check()
+                    if time.monotonic() > give_up_s:
+                        raise TransferError(f"other ranks have not come for {self._deadline_s:g} s")
+                    time.sleep(_LOOK_AFTER_S / 1000)
+            self._signals.check()  # what has ended may have been ended
+        work.wait()
 
     def tell(self, why: BaseException) -> None:
         """Let every rank give the group up, this one too: none waits for another any more."""
-        give_up(self._signals, why)
+        self._signals.give_up(why)
         self._disconnect()
 
     @contextmanager
@@ -187,19 +256,18 @@ class GroupEnd:
 
         def watch() -> None:
             while not over.wait(_LOOK_AFTER_S):
-                try:
-                    self.check()
-                except TransferError:
+                if self._signals.why is not None:
                     self._disconnect()
                     return
 
         watching = threading.Thread(target=watch, name="colo-watch", daemon=True)
         watching.start()
         try:
-            yield
+            with self._signals.listening():
+                yield
         finally:
             over.set()
-            watching.join()
+            watching.join(_SAID_WITHIN_S)
 
     def give_up(self, why: E) -> E | TransferError:
         """End what is under way, here and on every other rank, and let go of the group. Idempotent.
@@ -208,19 +276,32 @@ class GroupEnd:
         """
         if self._group is None:
             return why
-        first = why_given_up(self._signals)
+        first = self._signals.why
         self.tell(why)
+        self._signals.close()
         # torch waits for what is under way where a group is dropped, and all of Python with it
         threading.Thread(target=_outlast, args=(list(self._flying), self._group), daemon=True).start()
         self._group = None
         return why if first is None else TransferError(f"the transfer was given up: {first}")
+
+    def _whole_group(self) -> Any:
+        if self._group is None:
+            raise TransferError(
+                "the group with engines elsewhere has been given up: the next publication makes another"
+            )
+        return self._group
+
+    def _begun(self, work: Any) -> _Work:
+        self._is_connected = True
+        self._flying.append(_Work(self, work, self._flying))
+        return self._flying[-1]
 
     def _disconnect(self) -> None:
         """Make every wait for another rank fail."""
         group = self._group
         if group is None:
             return
-        if group._get_backend_name() == "nccl":
+        if _is_nccl(group):
             if self._is_connected:
                 with suppress(RuntimeError):
                     group.abort()
@@ -230,10 +311,9 @@ class GroupEnd:
             with suppress(RuntimeError):
                 group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(_AT_ONCE)
 
-    @property
-    def is_whole(self) -> bool:
-        """True until it is given up."""
-        return self._group is not None
+
+def _is_nccl(group: Any) -> bool:
+    return group is not None and group._get_backend_name() == "nccl"
 
 
 def meet(
@@ -251,22 +331,36 @@ def meet(
     """
     where = f"the group at {meeting.address}:{meeting.port}"
     try:
-        signals = store_of(meeting, deadline_s)
+        signals = Signals(meeting, deadline_s)
     except RuntimeError as error:
         raise TransferError(f"rank {rank} cannot reach {where}: {error}") from error
 
     def join_and_connect() -> GroupEnd:
-        end = join(meeting, rank, deadline_s, store)
-        end.connect(device)
+        end = join(meeting, rank, deadline_s, store, signals)
+        try:
+            end.connect(device)
+        except BaseException as error:
+            end.give_up(error)
+            raise
         return end
 
     joining = in_thread(join_and_connect, device)  # until the deadline at the latest: torch waits for all others
     calls = [*others, joining]
+    try:
+        with signals.listening():
+            return _met(calls, joining, signals, where)
+    except BaseException as error:
+        signals.give_up(error)
+        raise
+
+
+def _met(calls: Sequence[Future[Any]], joining: Future[GroupEnd], signals: Signals, where: str) -> GroupEnd:
+    """Wait for calls that make a group; see `meet`."""
     while True:
         failed = [raised for call in calls if call.done() and (raised := call.exception()) is not None]
         if failed:
-            give_up(signals, failed[0])
-        if (why := why_given_up(signals)) is not None or failed:
+            signals.give_up(failed[0])
+        if (why := signals.why) is not None or failed:
             raise TransferError(f"{where} was not made: {why or failed[0]}") from next(iter(failed), None)
         if all(call.done() for call in calls):
             return joining.result()
@@ -302,19 +396,19 @@ def result(asked: Future[T], awaited: str) -> T:
 class _Work:
     """A work of torch's, which is waited for once: a second wait for what gloo has sent never ends."""
 
-    def __init__(self, work: Any, flying: list[_Work]) -> None:
-        self._work, self._flying = work, flying
+    def __init__(self, end: GroupEnd, work: Any, flying: list[_Work]) -> None:
+        self._end, self._work, self._flying = end, work, flying
 
     def wait(self) -> None:
-        """Wait until it has ended, on a GPU in the present stream. Raises: `RuntimeError`, as torch does."""
+        """Wait until it has ended. Raises: as `GroupEnd.wait_for`."""
         self._flying.remove(self)
-        self._work.wait()
+        self._end.wait_for(self._work)
 
 
 def _outlast(works: Sequence[_Work], group: object) -> None:
     """Hold a group until what is under way has ended, by its deadline at the latest."""
     for work in works:
-        with suppress(RuntimeError, ValueError):  # somebody else waits for it
+        with suppress(RuntimeError, ValueError, TransferError):  # somebody else waits for it
             work.wait()
 
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -56,7 +56,8 @@ class ColoTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
     init_info_cls = ColoTrainerInitInfo
 
-    _transport: RemoteSlices
+    _transport: RemoteSlices | None
+    """`None` on ranks that hold the same whole weights as the first."""
 
     @classmethod
     def trainer_init(
@@ -72,8 +73,11 @@ class ColoTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
                 f"this backend sends parts of a module's weights: give vLLM's ModuleSource(model), not {source!r}"
             )
         weights, device = ModuleSource(module), next(module.parameters()).device
-        taker: SliceTaker = _FourCalls(client, init_info) if init_info.is_sender else NoEngine()
         self = cls(client=client, source=source, is_sender=init_info.is_sender)
+        self._transport = None
+        if not weights.is_sharded and not init_info.is_sender:
+            return self
+        taker: SliceTaker = _FourCalls(client, init_info) if init_info.is_sender else NoEngine()
         self._transport = RemoteSlices(weights, taker, device=device, why_not_shared="vLLM's own calls were asked for")
         weights.settle_names()
         return self
@@ -83,9 +87,12 @@ class ColoTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
         Raises: `TransferError` with a name or the cause, on every rank; vLLM's update has failed then.
         """
-        self._transport.check()
+        if self._transport is None:
+            return
+        ranks = self._transport.source.ranks
         try:
-            with self._transport.source.ranks.fail_together("beginning an update"):
+            with ranks.fail_together("beginning an update"):
+                self._transport.check()
                 if self.is_sender:
                     self.client.start_weight_update()
             self._transport.transfer()
@@ -95,14 +102,15 @@ class ColoTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
                 with suppress(Exception):  # a step that fails ends vLLM's update; `finish` would leave it as it is
                     self.client.update_weights({"step": "abandon_slices"})
             raise
-        with self._transport.source.ranks.fail_together("ending an update"):
+        with ranks.fail_together("ending an update"):
             if self.is_sender:
                 self.client.update_weights({"step": "accept_slices"})
                 self.client.finish_weight_update(weight_version)
 
     def shutdown(self) -> None:
         """Leave the workers."""
-        self._transport.close()
+        if self._transport is not None:
+            self._transport.close()
         if self.is_sender:
             with suppress(Exception):  # they may have ended
                 self.client.init_weight_transfer_engine({"step": "release"})
@@ -145,20 +153,36 @@ class _FourCalls:
         return self._asked(self._update, "sum_slices")
 
     def _init(self, step: str, **arguments: Any) -> None:
-        self._client.init_weight_transfer_engine({"step": step, "arguments": arguments})
+        with _in_words(step):
+            self._client.init_weight_transfer_engine({"step": step, "arguments": arguments})
 
     def _update(self, step: str, **arguments: Any) -> None:
-        self._client.update_weights({"step": step, "arguments": arguments})
+        with _in_words(step):
+            self._client.update_weights({"step": step, "arguments": arguments})
 
     def _asked(self, call: Any, step: str, **arguments: Any) -> list[Any]:
         """Make a call that each worker answers in the store."""
         self._count += 1
         key = f"answer-{self._count}"
         call(step, **arguments, answer={"meeting": asdict(self._meeting), "key": key})
+        keys = [f"{key}-{number}" for number in range(self._num_workers)]
         try:
-            return [json.loads(self._store.get(f"{key}-{number}")) for number in range(self._num_workers)]
+            answers = [json.loads(self._store.get(one)) for one in keys]
+            for one in keys:
+                self._store.delete_key(one)
+            return answers
         except RuntimeError as error:
             raise TransferError(
                 f"not all of {self._num_workers} workers have answered {step}: num_workers is the number of all ranks "
                 f"of the vLLM, and they have to reach this machine at {self.address} ({error})"
             ) from error
+
+
+@contextmanager
+def _in_words(step: str) -> Iterator[None]:
+    """Raise `TransferError` with what vLLM has answered: its client's error has the status alone."""
+    try:
+        yield
+    except Exception as error:
+        said = getattr(getattr(error, "response", None), "text", "")
+        raise TransferError(f"vLLM's workers have failed at {step}: {error} {said}".rstrip()) from error

@@ -71,11 +71,8 @@ def _remote(source: WeightSource, engine: Engine) -> RemoteSlices | str | None:
             what_is_taken(source, taker)
         except Unsupported as error:
             refusal = str(error)
-    for why, foreign in source.ranks.gather((refusal, source.foreign)).values():
-        source.foreign |= foreign  # engines that do not know some buffer are asked on their ranks alone
-        refusal = refusal or why
-    if refusal:
-        return refusal
+    if refusals := [why for why in source.ranks.gather(refusal).values() if why]:
+        return refusals[0]
     chosen = RemoteSlices(
         source, taker, device=engine.device, why_not_shared=f"the engine is elsewhere ({engine.placement})"
     )

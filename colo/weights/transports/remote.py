@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from colo.errors import TransferError, Unsupported
+from colo.errors import ColoError, TransferError, Unsupported
 from colo.memory.copy_plan import CopyPlan
 from colo.memory.load_plan import LoadPlan, Part
 from colo.memory.share import dtype_name
@@ -218,11 +218,29 @@ class RemoteSlices(SlicesTransport):
             except BaseException as error:
                 self._failures += 1  # the next one plans anew
                 self._let_go(str(error) or type(error).__name__)
-                has_left = isinstance(error, Exception) and self._taker.members != self._members
-                if not isinstance(error, Exception) or not self._ranks.any(has_left, "asking who has left"):
+                if not self._has_left(error):
                     raise
         own = self._ranks.rank
         return sum(d.num_bytes for bucket in self._route.plan.buckets for d in bucket if d.sender == own)
+
+    def verify(self) -> None:
+        """Compare every byte by its digest, and parts that several ranks hold; see `transfer`.
+
+        Raises: `TransferError` with a name.
+        """
+        try:
+            super().verify()
+        except BaseException as error:
+            if not self._has_left(error):
+                raise
+            self.transfer()
+            self.verify()
+
+    def _has_left(self, error: BaseException) -> bool:
+        """Tell if an engine has left that was asked what it takes. A collective, after a failure of all ranks."""
+        if not isinstance(error, Exception):
+            return False
+        return self._ranks.any(self._taker.members != self._members, "asking who has left")
 
     def reconnect(self) -> None:
         """Plan anew at the next transfer, with an engine that has been started again."""
@@ -232,6 +250,7 @@ class RemoteSlices(SlicesTransport):
     def close(self) -> None:
         """Let go of the group and of what is recorded."""
         self._let_go("the runtime is closed")
+        self._end = None
         super().close()
 
     def _let_go(self, why: str) -> None:
@@ -244,20 +263,23 @@ class RemoteSlices(SlicesTransport):
 
     # ---- planning
 
-    def _elsewhere(self, specs: Sequence[Any]) -> Mapping[int, Told]:
+    def _elsewhere(self) -> Mapping[int, Sequence[Slice]]:
         found: list[tuple[Slice, ...]] = []
         with self._ranks.fail_together("asking engines elsewhere what they take"):
             self._members = self._taker.members
             found = [one.slices for one in what_is_taken(self.source, self._taker)]
-        told = self._ranks.gather(found)
+        told = self._ranks.gather((found, self.source.foreign))
         number = max(told) + 1
-        words: dict[int, Told] = {}
-        for rank, of_engine in told.items():
+        slices: dict[int, Sequence[Slice]] = {}
+        for rank, (of_engine, foreign) in told.items():
+            self.source.foreign |= foreign  # engines that do not know some buffer are asked on one rank alone
             if rank == self._ranks.rank:
-                self._first = number + len(words)
-            words |= {number + len(words) + n: Told(tuple(specs), (), taken) for n, taken in enumerate(of_engine)}
-        self._num_elsewhere = len(words)
-        return words
+                self._first = number + len(slices)
+            slices |= {number + len(slices) + n: taken for n, taken in enumerate(of_engine)}
+        if not slices:
+            raise Unsupported("no rank of the trainer has an engine that takes slices of the weights")
+        self._num_elsewhere = len(slices)
+        return slices
 
     def _settle(self, told: Mapping[int, Told]) -> None:
         ranks, places = self._ranks, indices(list(told))
@@ -304,16 +326,23 @@ class RemoteSlices(SlicesTransport):
             self._taker.begin()
         taking, error = in_thread(self._taker.take), None
         taking.add_done_callback(lambda done: end.tell(why) if (why := done.exception()) is not None else None)
-        try:
-            with end.watched():
-                super()._exchange(exchange)
+
+        def send() -> None:
+            with torch.no_grad(), end.watched():
+                super(RemoteSlices, self)._exchange(exchange)
                 end.settle(self._device)
+
+        try:
+            # in a thread: torch's waits take no interrupt
+            result(in_thread(send, self._device), "engines elsewhere")
         except Exception as caught:  # noqa: BLE001 - the others wait for an answer
             error = end.give_up(caught)
         try:
-            result(taking, "the engine elsewhere")
-        except Exception as caught:  # noqa: BLE001 - as above; it says more
+            result(taking, "engines elsewhere")
+        except ColoError as caught:  # it says more
             error = caught
+        except Exception as caught:  # noqa: BLE001 - as above
+            error = error or caught
         ranks.report_failure("sending slices to engines elsewhere", error)
         if error is not None:
             raise error
@@ -435,7 +464,8 @@ class SliceTarget:
                 self._exchange.send([])
                 self._end.settle(self._device)
         except BaseException as error:
-            if (first := self._end.give_up(error)) is error:
+            first = self._end.give_up(error)
+            if first is error or not isinstance(error, Exception):
                 raise
             raise first from error
 

@@ -205,8 +205,8 @@ class SlicesTransport(CopyingTransport):
         tensors, places = self.source.places()
         return tensors, [*places, *[copy.target.data_ptr() for copy in self._plan.copies]]
 
-    def _elsewhere(self, specs: Sequence[TensorSpec]) -> Mapping[int, Told]:
-        """Words of engines elsewhere, by ranks behind those of the trainer. A collective."""
+    def _elsewhere(self) -> Mapping[int, Sequence[Slice]]:
+        """Slices that engines elsewhere take, by ranks behind those of the trainer. A collective."""
         return {}
 
     def _settle(self, told: Mapping[int, Told]) -> None:
@@ -214,15 +214,18 @@ class SlicesTransport(CopyingTransport):
 
     def _connect(self) -> _Route:
         ranks = self._ranks
+        self._where = ([], [])  # until all is planned
+        elsewhere = self._elsewhere()
         with ranks.fail_together("planning slices of the weights"):
-            self._where = self._whereabouts()
+            where = self._whereabouts()
             specs, parts = self.source.specs(), self.source.parts()
             for spec in specs:
                 _check_spec(spec, self._plan)
             held, named = slices_of(parts), targets_of(self._plan)
             taken = [Slice(name, target.landing.box, dtype_name(target.memory)) for name, target in named]
         self._names, self._sent = [name for name, _ in named], None
-        told = agree(ranks, Told(tuple(specs), tuple(held), tuple(taken)), self._elsewhere(specs))
+        others = {rank: Told(tuple(specs), (), tuple(slices)) for rank, slices in elsewhere.items()}
+        told = agree(ranks, Told(tuple(specs), tuple(held), tuple(taken)), others)
         # what this raises every rank raises: it depends on nothing but what all have told
         plan = make_plan(
             {rank: words.held for rank, words in told.items()},
@@ -232,6 +235,7 @@ class SlicesTransport(CopyingTransport):
         )
         route = _Route(ranks, told, plan, [target for _, target in named], parts, self._device, self._wire)
         self._settle(told)
+        self._where = where
         self.reason = f"{self._why_not_shared}; {self._said(route, told)}"
         return route
 

@@ -16,7 +16,7 @@ from colo.engine import EngineState
 from colo.engines.fleet import _MOST_WAITING, PREFIX_TOKENS, Fleet
 from colo.phases.phase import Residency
 from colo.testing import check_engine
-from colo.weights.transports.remote import SliceTarget
+from colo.weights.transports.remote import RemoteSlices, SliceTarget
 from tests.runtimes import adamw, make_engine, qwen3, train_step
 from tests.unit.weights.transports.test_remote import Threads, travelled
 
@@ -418,7 +418,7 @@ def far(engines, taking):
 
 def test_slices_reach_all_engines_that_take_them(far, engines):
     rt, whole = far, sum(p.nbytes for p in far.model.parameters())
-    assert rt.transport.name == "slices"
+    assert isinstance(rt.transport, RemoteSlices)
     for step in range(3):
         found = rt.generate(PROMPTS, **GREEDY)
         assert {c.weights_version for c in found} == {step} == {counted.engine.weights_version for counted in engines}
@@ -438,9 +438,6 @@ def test_one_that_is_lost_at_any_step_of_slices_leaves_and_the_others_get_them(f
         raise lost._status.lose("its process has ended")
 
     monkeypatch.setattr(lost.slice_taker, verb, die)
-    if verb == "sums":  # all has arrived, and is compared without it
-        with pytest.raises((colo.EngineLost, colo.TransferError), match="its process has ended"):
-            rt.generate(PROMPTS, **GREEDY)
     assert {c.weights_version for c in rt.generate(PROMPTS, **GREEDY)} == {1}
     assert all(same_weights(counted.engine, rt.model) for counted in (engines[0], engines[2]))
     assert list(rt.engine.out) == [lost]

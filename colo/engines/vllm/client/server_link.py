@@ -7,7 +7,7 @@
 
 Server and trainer share a machine and a device. Operations and requests travel as JSON, weights by memory that both map
 (`colo.weights.transports.ipc`). A server elsewhere (`through=...`) has its own loader take them, out of versions that
-both see (`colo.WeightsFolder`) or as they are broadcast to its workers (`colo.Broadcast`).
+both see (`colo.WeightsFolder`), or its workers receive what that would copy, over a process group (`colo.Broadcast`).
 
 What HTTP does not carry: tensors, vLLM's own `SamplingParams`, and the answers of data-parallel replicas behind the
 first, so a server with several of them is refused.
@@ -38,7 +38,7 @@ from colo.engines.sampling import check_taken, completion_seed
 from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.processes import lives, pid_namespace
-from colo.engines.vllm.wire import COLO, WORKER_EXTENSION, AdapterNumbers, Request, WorkerInfo
+from colo.engines.vllm.wire import COLO, WORKER_EXTENSION, AdapterNumbers, Request, TakeSlices, WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id, device_of
 from colo.memory.share import SharedMemory
@@ -144,7 +144,9 @@ class ServerLink(WorkerLink):
     def ask(self, request: Request) -> list[Any]:
         """Run an operation in every worker: the answer of each, or its `WorkerError`."""
         body = {"method": "colo", "args": [self.envelope(request)]}
-        return answers_of(self._ask("POST", "/collective_rpc", body)["results"], self.status)
+        # however long the weights take: ranks that send them wait for one another no longer than the deadline
+        is_long = isinstance(request, TakeSlices)
+        return answers_of(self._ask("POST", "/collective_rpc", body, patient=is_long)["results"], self.status)
 
     def sampling_params(self, params: Any, options: Mapping[str, Any]) -> SamplingParams:
         """`SamplingParams` from options by name, or as they are.

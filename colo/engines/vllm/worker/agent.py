@@ -265,7 +265,11 @@ class WorkerAgent:
         shapes = [(name, getattr(torch, dtype), shape) for name, dtype, shape in asked.weights]
         if self._group is None:
             raise TransferError("this worker is in no group, or another client has connected since")
-        tensors = receive(self._group, shapes, self._device)
+        try:
+            tensors = receive(self._group, shapes, self._device)
+        except BaseException as error:
+            self._group.give_up(error)
+            raise
         sums = Digest.of(tensors).sums
         self._take(tensors, asked)
         return sums

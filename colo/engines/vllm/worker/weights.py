@@ -399,6 +399,7 @@ class _SliceSteps:
     def __init__(self, device: torch.device, record: Callable[..., LoadPlan], number: int) -> None:
         self._device, self._record, self._number = device, record, number
         self._target: SliceTarget | None = None
+        self._has_taken = False  # in this update
 
     def list_slices(self, *, parameters: list[dict[str, Any]], answer: dict[str, Any]) -> None:
         """Record which parts of weights this worker takes."""
@@ -417,19 +418,23 @@ class _SliceSteps:
 
     def begin_slices(self) -> None:
         """Make sure that there are a plan and a group."""
+        self._has_taken = False
         self._planned().begin()
 
     def take_slices(self) -> None:
         """Receive everything that is planned."""
         self._planned().take()
+        self._has_taken = True
 
     def sum_slices(self, *, answer: dict[str, Any]) -> None:
         """Digest what lies where slices have come."""
         self._answer(answer, self._planned().sums())
 
     def accept_slices(self) -> None:
-        """Take the trainer's word that what was received is what was sent."""
-        self._planned().begin()
+        """Take the trainer's word that what was received is what was sent. Raises: `TransferError` for nothing."""
+        has_taken, self._has_taken = self._has_taken, False
+        if not has_taken:
+            raise TransferError("no slices have been received in this update")
 
     def abandon_slices(self) -> None:
         """End the update, as vLLM does where a step fails. Raises: `TransferError`, always."""
