@@ -1,10 +1,10 @@
 """`publish`: all weights of a model to a `vllm serve`, through every transport, beside what the link itself takes.
 
-Each way is measured by what a publication of the runtime does, with its checks. The limit beside it is the same bytes
-over the same link without colo or vLLM: a copy of the memory, a file written and read, a broadcast to another process.
-Where changes alone are sent, `density` of the entries change before each publication; the bandwidth is the one below
-which that is faster than sending everything. The server runs on this machine: its links are fast, and what colo itself
-takes shows.
+Each way is measured by what a publication of the runtime does, with its checks. Over a process group weights travel as
+slices, and changes of them as broadcasts. The limit beside it is the same bytes over the same link without colo or
+vLLM: a copy of the memory, a file written and read, a broadcast to another process. Where changes alone are sent,
+`density` of the entries change before each publication; the bandwidth is the one below which that is faster than
+sending everything. The server runs on this machine: its links are fast, and what colo itself takes shows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(record: Record, *, shape: str, layers: int | None, density: float, devic
         save_config(config, folder)
         record.tell("the links")
         links = dict(_links(min(num_bytes, GIB), target, Path(folder)))
-        record.limit |= {f"{link}_gb_per_s": rate / 1e9 for link, rate in links.items()}
+        record.limit |= {f"{link.replace(' ', '_')}_gb_per_s": rate / 1e9 for link, rate in links.items()}
         with ExitStack() as servers:
             url = servers.enter_context(_server(folder, target))
             record.tell("mapped memory")
@@ -166,7 +166,7 @@ def _links(num_bytes: int, device: torch.device, folder: Path) -> Iterator[tuple
     yield "files", num_bytes / median_s(through_files, device, repeats=3)
     (folder / "w.safetensors").unlink()
     if device.type == "cpu" or torch.cuda.device_count() > 1:  # NCCL has no two ranks on one GPU
-        yield "broadcast", num_bytes / _broadcast_s(whole, device)
+        yield "process group", num_bytes / _broadcast_s(whole, device)
 
 
 _RECEIVE = """

@@ -3,8 +3,8 @@
     rt = colo.share([colo.connect(url_of_sglang), colo.connect(url_of_vllm)], model, optimizer)
 
 Each engine has a copy of the weights, which go through its own `load_weights`, or as slices to all of them where all
-take those (colo/weights/transports/remote.py). One that did not take a version samples
-nothing until it has taken a later one. One that is lost leaves; what it was asked is sampled by the others.
+take those (colo/weights/transports/remote.py). One that did not take a version samples nothing until it has taken a
+later one. One that is lost leaves; what it was asked is sampled by the others.
 """
 
 from __future__ import annotations

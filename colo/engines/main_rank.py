@@ -4,9 +4,9 @@
     rt = colo.share(engine, model, optimizer)  # on every rank
 
 Whole weights are gathered once, and the first rank gives them to the engine; or every rank sends it slices, where it
-takes those (colo/weights/transports/remote.py). Prompts of all ranks are sampled in one
-call. Loading and sampling fail on all ranks where they fail on one; what else a runtime asks is the first rank's alone,
-within blocks in which its ranks fail together (`RankGroup`).
+takes those (colo/weights/transports/remote.py). Prompts of all ranks are sampled in one call. Loading and sampling fail
+on all ranks where they fail on one; what else a runtime asks is the first rank's alone, within blocks in which its
+ranks fail together (`RankGroup`).
 """
 
 from __future__ import annotations

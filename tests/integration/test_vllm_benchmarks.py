@@ -108,7 +108,7 @@ def test_the_benchmark_of_sleep_drops_the_kv_cache_on_a_cpu(bench):
 def test_the_benchmark_of_transports_sets_each_beside_its_link(bench):
     rows = bench("publish", "--shape", "0.6b")
     whole = rows["mapped memory"]["bytes"]
-    for link in ("files", "broadcast"):
+    for link in ("files", "process group"):
         assert rows[link]["bytes"] == whole and 0 < rows[f"{link}, changes alone"]["bytes"] < 0.03 * whole
         assert "faster_below_gb_per_s" in rows[f"{link}, changes alone"]
     assert all(row["median_s"] > row["link_s"] > 0 for row in rows.values())

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import psutil
@@ -556,6 +557,21 @@ def test_a_slice_that_is_spoilt_on_its_way_is_named_and_the_next_ones_arrive(thr
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
 
+@contextmanager
+def failing(rt, kind, monkeypatch):
+    """A block in which requests of a kind fail before they reach the server."""
+    call = rt.engine._link.call
+
+    def fail(request):
+        if isinstance(request, kind):
+            raise TransferError("out of luck")
+        return call(request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rt.engine._link, "call", fail)
+        yield
+
+
 @pytest.mark.parametrize("through_a_group", ["slices"], indirect=True)
 @pytest.mark.parametrize("step", [PlanSlices, MeetForSlices, BeginSlices, TakeSlices, SumSlices])
 def test_whatever_step_of_slices_fails_the_next_publication_goes_through(
@@ -565,17 +581,8 @@ def test_whatever_step_of_slices_fails_the_next_publication_goes_through(
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
     train_step(rt)
     rt.transport.reconnect()  # so that all of them are taken
-    call = rt.engine._link.call
-
-    def fail(request):
-        if isinstance(request, step):
-            raise TransferError("out of luck")
-        return call(request)
-
-    with monkeypatch.context() as failing:
-        failing.setattr(rt.engine._link, "call", fail)
-        with pytest.raises(TransferError, match="out of luck"):
-            rt.generate(prompts, **GREEDY)
+    with failing(rt, step, monkeypatch), pytest.raises(TransferError, match="out of luck"):
+        rt.generate(prompts, **GREEDY)
     assert rt.engine.weights_version is None
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
@@ -604,17 +611,8 @@ def test_a_server_that_has_left_the_group_is_told_to_join_another(broadcast, ser
     rt = broadcast
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
     train_step(rt)
-    call = rt.engine._link.call
-
-    def fail(request):
-        if isinstance(request, ReloadBroadcast):
-            raise TransferError("out of luck")
-        return call(request)
-
-    with monkeypatch.context() as failing:
-        failing.setattr(rt.engine._link, "call", fail)
-        with pytest.raises(TransferError, match="out of luck"):
-            rt.generate(prompts, **GREEDY)
+    with failing(rt, ReloadBroadcast, monkeypatch), pytest.raises(TransferError, match="out of luck"):
+        rt.generate(prompts, **GREEDY)
     assert rt.engine.weights_version is None and not rt.engine._link.broadcaster.is_whole
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
 
