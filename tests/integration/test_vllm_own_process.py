@@ -282,13 +282,13 @@ def test_an_engine_killed_between_two_rounds_takes_no_carried_token_with_it(
     monkeypatch.setattr(rt.engine, "generate", killed)
     with pytest.raises(EngineLost):
         rt.generate(prompts, max_tokens=16, until=1.0)
-    assert [len(c.token_ids) for c in rt.carried] == [8] * 4
+    assert [len(c.token_ids) for c in rt.carried] == [4 + 6] * 4
     train_step(rt)
     rt.recover()
     done = rt.generate([], until=1.0)
-    assert [c.spans for c in done] == [((first, 8), (first + 1, 8))] * 4
-    tail = [replace(c, prompt_token_ids=c.prompt_token_ids + c.token_ids[:8]) for c in done]
-    assert mismatch(rt.model, [replace(c, token_ids=c.token_ids[8:], logprobs=c.logprobs[8:]) for c in tail]) < CLOSE
+    assert [c.spans for c in done] == [((first, 10), (first + 1, 6))] * 4
+    tail = [replace(c, prompt_token_ids=c.prompt_token_ids + c.token_ids[:10]) for c in done]
+    assert mismatch(rt.model, [replace(c, token_ids=c.token_ids[10:], logprobs=c.logprobs[10:]) for c in tail]) < CLOSE
 
 
 def test_an_engine_that_does_not_answer_is_lost_at_the_deadline_and_is_replaced(rt, prompts, mismatch, monkeypatch):
