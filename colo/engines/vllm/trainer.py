@@ -1,6 +1,6 @@
 """The trainer's end of the weight-transfer backend `colo`, for loops that drive a vLLM by its own four calls.
 
-    vllm serve MODEL --load-format colo --weight-transfer-config '{"backend": "colo"}'
+    vllm serve MODEL --host 127.0.0.1 --load-format colo --weight-transfer-config '{"backend": "colo"}'
 
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient

@@ -61,9 +61,11 @@ def test_trl_gets_the_log_probability_that_each_token_was_sampled_with(flagged, 
         return given[-1][1]
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", keeping)
-    trainer = flagged(dataset=sums(100), max_steps=4)
+    monkeypatch.setattr(carried, "ROUND_TOKENS", 2)  # more completions go on from a later version
+    longer = {"max_completion_length": 48, "generation_kwargs": {"stop_token_ids": [4]}}
+    trainer = flagged(dataset=sums(100), max_steps=8, **longer)
     trainer.train()
-    assert len(given) == 4
+    assert len(given) == 8
     for found, scored in given:
         for completion, row, mask in zip(
             found, scored["sampling_per_token_logps"], scored["completion_mask"], strict=True
