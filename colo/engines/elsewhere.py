@@ -323,11 +323,18 @@ class Broadcaster:
         """True if there is a group, in which nothing has failed."""
         return self.end is not None and self.end.is_whole
 
+    def close(self) -> None:
+        """Let go of the group, if there is one. Idempotent."""
+        if self.end is not None:
+            self.end.give_up(TransferError("the trainer has let go of the engine"))
+        self.end = None
+
     @contextmanager
     def meeting(self) -> Iterator[Meeting]:
         """Make a group, which the engine is told to join within. Raises: `TransferError` where it does not."""
         where, store = meet_at(self._address, self._device, self._size, self._deadline_s)
-        self.end, self.name = None, where.name
+        self.close()
+        self.name = where.name
         joining = in_thread(lambda: join(where, 0, self._deadline_s, store))
         yield where
         try:

@@ -175,7 +175,9 @@ class GroupEnd:
         self._group: Any = group
         self._signals = signals
         self._deadline_s = deadline_s
-        self._flying: list[_Work] = []
+        self.flying: list[_Work] = []
+        """Works that have begun, and are not waited for yet."""
+
         self._is_connected = False  # NCCL makes its communicator in the first operation, which waits for all ranks
 
     @property
@@ -219,7 +221,7 @@ class GroupEnd:
     def settle(self, device: torch.device) -> None:
         """Wait until all that has begun has ended. Raises: `TransferError` where it has failed, or another gave up."""
         try:
-            for work in list(self._flying):
+            for work in list(self.flying):
                 work.wait()
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # of works that have ended, and copies
@@ -279,9 +281,10 @@ class GroupEnd:
         first = self._signals.why
         self.tell(why)
         self._signals.close()
-        # torch waits for what is under way where a group is dropped, and all of Python with it
-        threading.Thread(target=_outlast, args=(list(self._flying), self._group), daemon=True).start()
-        self._group = None
+        # torch waits for what is under way where a group is dropped, and all of Python with it. Nothing else holds them
+        # then: what a forked process finds to collect it would wait for with threads that it has not
+        works, self.flying, group, self._group = self.flying, [], self._group, None
+        threading.Thread(target=_outlast, args=(works, group), daemon=True).start()
         return why if first is None else TransferError(f"the transfer was given up: {first}")
 
     def _whole_group(self) -> Any:
@@ -293,8 +296,8 @@ class GroupEnd:
 
     def _begun(self, work: Any) -> _Work:
         self._is_connected = True
-        self._flying.append(_Work(self, work, self._flying))
-        return self._flying[-1]
+        self.flying.append(_Work(self, work))
+        return self.flying[-1]
 
     def _disconnect(self) -> None:
         """Make every wait for another rank fail."""
@@ -348,24 +351,19 @@ def meet(
     calls = [*others, joining]
     try:
         with signals.listening():
-            return _met(calls, joining, signals, where)
+            while True:
+                failed = [raised for call in calls if call.done() and (raised := call.exception()) is not None]
+                if failed:
+                    signals.give_up(failed[0])
+                if (why := signals.why) is not None or failed:
+                    raise TransferError(f"{where} was not made: {why or failed[0]}") from next(iter(failed), None)
+                if all(call.done() for call in calls):
+                    return joining.result()
+                wait(calls, timeout=_LOOK_AFTER_S, return_when=FIRST_EXCEPTION)
+                end_wait("other ranks")
     except BaseException as error:
         signals.give_up(error)
         raise
-
-
-def _met(calls: Sequence[Future[Any]], joining: Future[GroupEnd], signals: Signals, where: str) -> GroupEnd:
-    """Wait for calls that make a group; see `meet`."""
-    while True:
-        failed = [raised for call in calls if call.done() and (raised := call.exception()) is not None]
-        if failed:
-            signals.give_up(failed[0])
-        if (why := signals.why) is not None or failed:
-            raise TransferError(f"{where} was not made: {why or failed[0]}") from next(iter(failed), None)
-        if all(call.done() for call in calls):
-            return joining.result()
-        wait(calls, timeout=_LOOK_AFTER_S, return_when=FIRST_EXCEPTION)
-        end_wait("other ranks")
 
 
 def in_thread(call: Callable[[], T], device: torch.device | None = None) -> Future[T]:
@@ -396,20 +394,23 @@ def result(asked: Future[T], awaited: str) -> T:
 class _Work:
     """A work of torch's, which is waited for once: a second wait for what gloo has sent never ends."""
 
-    def __init__(self, end: GroupEnd, work: Any, flying: list[_Work]) -> None:
-        self._end, self._work, self._flying = end, work, flying
+    def __init__(self, end: GroupEnd, work: Any) -> None:
+        self._end, self._work = end, work
 
     def wait(self) -> None:
         """Wait until it has ended. Raises: as `GroupEnd.wait_for`."""
-        self._flying.remove(self)
-        self._end.wait_for(self._work)
+        work, self._work = self._work, None
+        if self in self._end.flying:
+            self._end.flying.remove(self)
+        if work is not None:  # else somebody else waits for it
+            self._end.wait_for(work)
 
 
-def _outlast(works: Sequence[_Work], group: object) -> None:
+def _outlast(works: list[_Work], group: object) -> None:
     """Hold a group until what is under way has ended, by its deadline at the latest."""
-    for work in works:
-        with suppress(RuntimeError, ValueError, TransferError):  # somebody else waits for it
-            work.wait()
+    while works:
+        with suppress(RuntimeError, TransferError):
+            works.pop().wait()
 
 
 def indices(ranks: Sequence[int]) -> Mapping[int, int]:

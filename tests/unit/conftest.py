@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests import forked
 
@@ -18,6 +19,8 @@ def mesh(tmp_path):
     yield init_device_mesh("cpu", (1,))
     if distributed.is_initialized():
         distributed.destroy_process_group()
+    # which keeps groups, and a process that a thread forks would end them without their threads
+    _clear_sharding_prop_cache()
 
 
 @pytest.fixture

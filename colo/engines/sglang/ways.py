@@ -122,5 +122,8 @@ class BroadcastWay(Way):
 
     def parting(self) -> Requests:
         """The group's end."""
-        if self._broadcaster.is_whole:
-            yield "/destroy_weights_update_group", {"group_name": self._broadcaster.name}
+        try:
+            if self._broadcaster.is_whole:
+                yield "/destroy_weights_update_group", {"group_name": self._broadcaster.name}
+        finally:
+            self._broadcaster.close()

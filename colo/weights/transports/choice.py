@@ -23,7 +23,7 @@ from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.base import Transport
 from colo.weights.transports.ipc import IpcTransport, Peer
 from colo.weights.transports.local import LocalTransport
-from colo.weights.transports.remote import RemoteSlices, TakesSlices, what_is_taken
+from colo.weights.transports.remote import RemoteSlices, TakesSlices
 from colo.weights.transports.slices import SlicesTransport, why_not_sliced
 
 
@@ -62,20 +62,15 @@ def _remote(source: WeightSource, engine: Engine) -> RemoteSlices | str | None:
     addresses = source.ranks.gather(None if taker is None else taker.address).values()
     if taker is None or None in addresses or not any(addresses):
         return None
-    refusal = ""
     with source.ranks.fail_together("choosing how weights reach engines elsewhere"):
         _check_packed(source.tensors(), engine)
         if isinstance(source, FoldedSource):
             source.allocate()
-        try:
-            what_is_taken(source, taker)
-        except Unsupported as error:
-            refusal = str(error)
-    if refusals := [why for why in source.ranks.gather(refusal).values() if why]:
-        return refusals[0]
-    chosen = RemoteSlices(
-        source, taker, device=engine.device, why_not_shared=f"the engine is elsewhere ({engine.placement})"
-    )
+    why = f"the engine is elsewhere ({engine.placement})"
+    try:
+        chosen = RemoteSlices(source, taker, device=engine.device, why_not_shared=why)
+    except Unsupported as error:
+        return str(error)
     source.settle_names()
     return chosen
 

@@ -186,7 +186,10 @@ class RemoteSlices(SlicesTransport):
         why_not_shared: str,
         bucket_bytes: int | None = None,
     ) -> None:
-        """`taker` is of this rank's engine, or `NoEngine`. Raises: see `SlicesTransport`."""
+        """`taker` is of this rank's engine, or `NoEngine`.
+
+        Raises: as `SlicesTransport`; `Unsupported`, on every rank, where an engine takes whole weights only.
+        """
         self._taker = taker
         self._end: GroupEnd | None = None
         self._failures = 0
@@ -265,13 +268,19 @@ class RemoteSlices(SlicesTransport):
 
     def _elsewhere(self) -> Mapping[int, Sequence[Slice]]:
         found: list[tuple[Slice, ...]] = []
+        refusal: str | None = None
         with self._ranks.fail_together("asking engines elsewhere what they take"):
             self._members = self._taker.members
-            found = [one.slices for one in what_is_taken(self.source, self._taker)]
-        told = self._ranks.gather((found, self.source.foreign))
+            try:
+                found = [one.slices for one in what_is_taken(self.source, self._taker)]
+            except Unsupported as error:
+                refusal = str(error)
+        told = self._ranks.gather((found, self.source.foreign, refusal))
+        if refusals := [why for _, _, why in told.values() if why is not None]:
+            raise Unsupported(refusals[0])  # on every rank
         number = max(told) + 1
         slices: dict[int, Sequence[Slice]] = {}
-        for rank, (of_engine, foreign) in told.items():
+        for rank, (of_engine, foreign, _) in told.items():
             self.source.foreign |= foreign  # engines that do not know some buffer are asked on one rank alone
             if rank == self._ranks.rank:
                 self._first = number + len(slices)

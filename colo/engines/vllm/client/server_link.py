@@ -240,6 +240,8 @@ class ServerLink(WorkerLink):
     def close(self) -> None:
         """Let go of the server, which goes on. Idempotent."""
         self._processes = []
+        if self.broadcaster is not None:
+            self.broadcaster.close()
         self._server.close()
 
     def _connect(self, model_name: str | None) -> None:

@@ -23,7 +23,7 @@ from colo.engines.vllm.processes import end_with, pid_namespace
 from colo.engines.vllm.worker import adapters
 from colo.engines.vllm.worker.loader import OwnMemory, Placement, placement_of
 from colo.engines.vllm.worker.sleep import WorkerSegments
-from colo.engines.vllm.worker.weights import Reload, check_begun, packed_weights, record
+from colo.engines.vllm.worker.weights import Reload, SliceSteps, check_begun, packed_weights, record
 from colo.errors import TransferError
 from colo.memory.copy_plan import wait_for_queued
 from colo.memory.digest import Digest
@@ -36,7 +36,6 @@ from colo.weights.delta import DeltaTarget
 from colo.weights.meeting import GroupEnd, Meeting, join
 from colo.weights.packed import PackedWeight
 from colo.weights.transports.receiver import Receiver, run_step
-from colo.weights.transports.remote import PlanWords, SliceTarget
 
 plugin.register()
 
@@ -77,10 +76,10 @@ class WorkerAgent:
         self._receiver: Receiver | None = None
         self._reload: Reload | None = None
         self._group: GroupEnd | None = None  # of broadcasts by the trainer
-        self._slices: SliceTarget | None = None  # of the trainer's ranks
         self._target: DeltaTarget | None = None  # of changes of weights
         self._adapters = adapters.WorkerAdapters(worker)
         self._device = torch.device(worker.device)
+        self._slices = SliceSteps(self._device, self._plan, worker.rank)  # of the trainer's ranks
         self._given = Opened(self._device)
         """Tensors of the client's that a reload is given."""
 
@@ -212,7 +211,7 @@ class WorkerAgent:
     def _release(self, asked: wire.Release | None = None) -> None:
         self._given = Opened(self._device)
         self._leave_group()
-        self._drop_slices()
+        self._slices.release()
         self._target = None
         self._adapters_given.clear()
         if self._segments is not None:
@@ -285,38 +284,24 @@ class WorkerAgent:
     # ---- slices from a trainer's ranks -------------------------------------------------------------------------------
 
     def _list_slices(self, asked: wire.ListSlices) -> dict[str, Any]:
-        source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, asked.parameters)}
-        self._drop_slices()
-        self._slices = SliceTarget(self._plan(source, asked.model_type), self._device)
-        return self._slices.taken.to_wire()
+        return self._slices.list(parameters=asked.parameters, model_type=asked.model_type)
 
     def _plan_slices(self, asked: wire.PlanSlices) -> None:
-        self._slices_now().plan(PlanWords.from_wire(asked.words), asked.first + self._worker.rank)
+        self._slices.plan(words=asked.words, first=asked.first)
 
     def _meet_for_slices(self, asked: wire.MeetForSlices) -> None:
-        place = asked.first + self._worker.rank
-        self._slices_now().meet(Meeting(**asked.meeting), place, asked.deadline_s)
+        self._slices.meet_for(meeting=asked.meeting, first=asked.first, deadline_s=asked.deadline_s)
 
     def _begin_slices(self, asked: wire.BeginSlices) -> None:
-        self._slices_now().begin()
+        self._slices.begin()
         self._abandon_reload()
         self._holds(None)
 
     def _take_slices(self, asked: wire.TakeSlices) -> None:
-        self._slices_now().take()
+        self._slices.take()
 
-    def _sum_slices(self, asked: wire.SumSlices) -> list[int]:
-        return self._slices_now().sums()
-
-    def _slices_now(self) -> SliceTarget:
-        if self._slices is None:
-            raise TransferError("no slices have been planned with this worker, or another client has connected since")
-        return self._slices
-
-    def _drop_slices(self) -> None:
-        if self._slices is not None:
-            self._slices.let_go("the engine has left the group")
-        self._slices = None
+    def _sum_slices(self, asked: wire.SumSlices) -> Sequence[int]:
+        return self._slices.sum()
 
     # ---- changes of weights ------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Also the backend by which clients of vLLM's own four calls bring them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -264,6 +264,53 @@ def check_begun(reload: Reload | None) -> Reload:
     return reload
 
 
+class SliceSteps:
+    """Steps that a trainer's ranks ask of a worker, of number `rank`, for slices; see `SliceTaker`."""
+
+    def __init__(self, device: torch.device, record: Callable[..., LoadPlan], rank: int) -> None:
+        """`record` makes the plan of weights, given by name without data, and a model type."""
+        self._device, self._record, self._rank = device, record, rank
+        self._target: SliceTarget | None = None
+
+    def list(self, *, parameters: Sequence[Mapping[str, Any]], model_type: str | None = None) -> dict[str, Any]:
+        """Record which parts of weights this worker takes; a `Taken`."""
+        self.release()
+        source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, parameters)}
+        self._target = SliceTarget(self._record(source, model_type), self._device)
+        return self._target.taken.to_wire()
+
+    def plan(self, *, words: Mapping[str, Any], first: int) -> None:
+        """Plan what comes from the trainer's ranks: `words` are a `PlanWords`."""
+        self._planned().plan(PlanWords.from_wire(words), first + self._rank)
+
+    def meet_for(self, *, meeting: Mapping[str, Any], first: int, deadline_s: float) -> None:
+        """Join a process group with them."""
+        self._planned().meet(Meeting(**meeting), first + self._rank, deadline_s)
+
+    def begin(self) -> None:
+        """Make sure that there are a plan and a group."""
+        self._planned().begin()
+
+    def take(self) -> None:
+        """Receive everything that is planned."""
+        self._planned().take()
+
+    def sum(self) -> Sequence[int]:
+        """Digest what lies where slices have come."""
+        return self._planned().sums()
+
+    def release(self) -> None:
+        """Leave the group."""
+        if self._target is not None:
+            self._target.let_go("the engine has left the group")
+        self._target = None
+
+    def _planned(self) -> SliceTarget:
+        if self._target is None:
+            raise TransferError("no slices have been planned with this worker, or another client has connected since")
+        return self._target
+
+
 # ---- a trainer's weights through vLLM's own four calls: the weight-transfer backend `colo` ---------------------------
 
 #   vllm serve MODEL --host 127.0.0.1 --load-format colo --weight-transfer-config '{"backend": "colo"}'
@@ -314,8 +361,8 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         parallel = self.parallel_config
         number = parallel.data_parallel_rank * parallel.world_size + parallel.rank
         self._receiver = Receiver(self.device, self._record, number=number)
-        self._slices = _SliceSteps(self.device, self._record, number)
-        self._attested = False
+        self._slices, self._number = SliceSteps(self.device, self._record, number), number
+        self._attested = self._has_taken = False
 
     def init_transfer_engine(self, init_info: TransferStep) -> None:
         """Run a step outside an update. Raises: `Unsupported` from `bind` for a model that cannot be copied to."""
@@ -371,12 +418,25 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         raise Unsupported("the trainer's end of this backend is colo.connect(url), passed to colo.share")
 
     def _run_slices(self, asked: TransferStep) -> None:
+        arguments = dict(asked.arguments)
+        answer = arguments.pop("answer", None)
+        has_taken, self._has_taken = self._has_taken, False
+        if asked.step == "abandon_slices":  # vLLM ends an update where a step fails
+            raise TransferError("the trainer has given the update up")
+        if asked.step == "accept_slices":
+            if not has_taken:
+                raise TransferError("no slices have been received in this update")
+            return
         try:
-            getattr(self._slices, asked.step)(**asked.arguments)
+            value = getattr(self._slices, asked.step.removesuffix("_slices"))(**arguments)
+            if answer is not None:
+                where = store_of(Meeting(**answer["meeting"]), _ANSWER_S)
+                where.set(f"{answer['key']}-{self._number}", json.dumps(value))
         except ColoError:
             raise
         except Exception as error:
             raise TransferError(error_in_words(error)) from error
+        self._has_taken = asked.step == "take_slices" or (has_taken and asked.step == "sum_slices")
 
     def _run(self, asked: TransferStep, steps: tuple[str, ...]) -> Any:
         if asked.step not in steps:
@@ -391,66 +451,3 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
     def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
         kind = model_type or getattr(self.model_config.hf_config, "model_type", None)
         return record(self.model, self.model_config, self.device, source, kind)
-
-
-class _SliceSteps:
-    """The steps of slices, on a worker of this `number`."""
-
-    def __init__(self, device: torch.device, record: Callable[..., LoadPlan], number: int) -> None:
-        self._device, self._record, self._number = device, record, number
-        self._target: SliceTarget | None = None
-        self._has_taken = False  # in this update
-
-    def list_slices(self, *, parameters: list[dict[str, Any]], answer: dict[str, Any]) -> None:
-        """Record which parts of weights this worker takes."""
-        self.release()
-        source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, parameters)}
-        self._target = SliceTarget(self._record(source, None), self._device)
-        self._answer(answer, self._target.taken.to_wire())
-
-    def plan_slices(self, *, words: dict[str, Any], first: int) -> None:
-        """Plan what comes from the trainer's ranks."""
-        self._planned().plan(PlanWords.from_wire(words), first + self._number)
-
-    def meet_for_slices(self, *, meeting: dict[str, Any], first: int, deadline_s: float) -> None:
-        """Join a process group with them."""
-        self._planned().meet(Meeting(**meeting), first + self._number, deadline_s)
-
-    def begin_slices(self) -> None:
-        """Make sure that there are a plan and a group."""
-        self._has_taken = False
-        self._planned().begin()
-
-    def take_slices(self) -> None:
-        """Receive everything that is planned."""
-        self._planned().take()
-        self._has_taken = True
-
-    def sum_slices(self, *, answer: dict[str, Any]) -> None:
-        """Digest what lies where slices have come."""
-        self._answer(answer, self._planned().sums())
-
-    def accept_slices(self) -> None:
-        """Take the trainer's word that what was received is what was sent. Raises: `TransferError` for nothing."""
-        has_taken, self._has_taken = self._has_taken, False
-        if not has_taken:
-            raise TransferError("no slices have been received in this update")
-
-    def abandon_slices(self) -> None:
-        """End the update, as vLLM does where a step fails. Raises: `TransferError`, always."""
-        raise TransferError("the trainer has given the update up")
-
-    def release(self) -> None:
-        """Leave the group."""
-        if self._target is not None:
-            self._target.let_go("the engine has left the group")
-        self._target = None
-
-    def _planned(self) -> SliceTarget:
-        if self._target is None:
-            raise TransferError("no slices have been listed for this worker")
-        return self._target
-
-    def _answer(self, where: dict[str, Any], value: Any) -> None:
-        meeting = Meeting(**where["meeting"])
-        store_of(meeting, _ANSWER_S).set(f"{where['key']}-{self._number}", json.dumps(value))
