@@ -1,15 +1,18 @@
 """`rollouts`: tokens a second where the lengths of completions have a tail: whole batches, and those that end first.
 
-Both take turns, a step each, on one vLLM. One in `MEAN_TOKENS` tokens of random weights ends a completion. A step is a
-rollout of `prompts` groups of `SAMPLES`, after weights have changed. The second has a quarter more groups under way,
-which go on from the new weights.
+Both take turns, a step each, on one vLLM. One in `MEAN_TOKENS` tokens is the one that ends a completion: its logit is
+raised, since weights are random. A step is a rollout of `prompts` groups of `SAMPLES`, after weights have changed. The
+second has a quarter more groups under way, which go on from the new weights.
 
 Then each trains from the same weights, `train` steps of `_TRAINED` groups at most: the reward is the share of tokens in
-the lower quarter of the vocabulary, and what each token was sampled with goes into the loss.
+the lower quarter of the vocabulary, and what each token was sampled with goes into the loss. One in `MEAN_TOKENS` of
+the vocabulary ends a completion there, for the trainer knows of no raised logits. vLLM looks through all of those for
+every token, so that the seconds of these rollouts say nothing.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +29,7 @@ from colo.trl.partial import SURPLUS
 SAMPLES = 8
 MEAN_TOKENS = 64
 MOST_TOKENS = 16 * MEAN_TOKENS
+_END = 1
 _STEPS = 9  # the first of which is not measured: prompts of the second way are all new
 _TRAINED = 32
 _FEW = 5  # steps, whose rewards are averaged
@@ -39,11 +43,12 @@ def run(record: Record, *, shape: str, device: str, prompts: int | None = None, 
         setup = setup.resized(new_tokens=MOST_TOKENS, prompts=count)
         setup.tell("an engine on the trainer's weights")
         rt = setup.launched()
-        ends = range(1, rt.engine.vocab_size, MEAN_TOKENS)
+        vocab_size = rt.engine.vocab_size
         sampling: dict[str, Any] = {
             "n": SAMPLES,
             "max_tokens": MOST_TOKENS,
-            "stop_token_ids": list(ends),
+            "stop_token_ids": [_END],
+            "logit_bias": {_END: math.log(vocab_size / MEAN_TOKENS)},
             "ignore_eos": True,
         }
         more = setup.size.token_ids[: max(1, int(SURPLUS * count))]
@@ -70,7 +75,9 @@ def run(record: Record, *, shape: str, device: str, prompts: int | None = None, 
         small = setup.resized(prompts=min(count, _TRAINED))
         for name, partly in zip(names, (False, True), strict=True) if train else ():
             setup.tell(f"training, {name}")
-            record.add(_trained(f"training, {name}", small, sampling, train, partly=partly))
+            without = {option: value for option, value in sampling.items() if option != "logit_bias"}
+            ends = without | {"stop_token_ids": list(range(_END, vocab_size, MEAN_TOKENS))}
+            record.add(_trained(f"training, {name}", small, ends, train, partly=partly))
 
 
 def _trained(way: str, setup: Setup, sampling: Mapping[str, Any], steps: int, *, partly: bool) -> Row:
@@ -81,27 +88,23 @@ def _trained(way: str, setup: Setup, sampling: Mapping[str, Any], steps: int, *,
         group["lr"] = _LEARNING_RATE
     low, token_ids = rt.engine.vocab_size // 4, setup.size.token_ids
     more = token_ids[: max(1, int(SURPLUS * len(token_ids)))] if partly else []
-    rewards, sampled_s, num_tokens = list[float](), 0.0, 0
+    rewards = list[float]()
     for _ in range(steps):
         with rt.rollout():
-            began_s = time.perf_counter()
             if partly:
                 done = rt.generate(token_ids + ([] if rt.carried else more), until=len(token_ids), **sampling)
             else:
                 done = rt.generate(token_ids, **sampling)
-            sampled_s += time.perf_counter() - began_s
         scores = [statistics.fmean(token < low for token in completion.token_ids) for completion in done]
         with rt.train():
             train_step(rt, done, scores, GRPOConfig(group_size=SAMPLES, micro_batch_size=setup.size.train_sequences))
         rewards.append(statistics.fmean(scores))
-        num_tokens += sum(len(completion.token_ids) for completion in done)
     rt.close()
     few = max(1, min(_FEW, steps // 3))
     middle = (steps - few) // 2
     return {
         "way": way,
         "steps": steps,
-        "tokens_per_s": num_tokens / sampled_s,
         "first_reward": statistics.fmean(rewards[:few]),
         "middle_reward": statistics.fmean(rewards[middle : middle + few]),
         "last_reward": statistics.fmean(rewards[-few:]),

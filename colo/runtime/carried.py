@@ -3,14 +3,16 @@
 A group is a prompt with its `n` samples. Between calls it is tokens and log-probabilities on the host, so that the KV
 cache can go and weights can change. Engines know nothing of it: in a round all rows ask for so many tokens at a time,
 each with all that it has as its prompt, and a call ends after the round in which enough groups have ended. A round is
-one call of the engine, and each is half as long again as the one before, since a call costs what many tokens do. What
-an engine keeps of a prefix makes a round cheap; the embedded one computes the prefix again.
+one call of the engine, which costs what many tokens do, and lasts until enough groups should have ended, going by how
+many rows have in the round before; it is half as long again as that at most. What an engine keeps of a prefix makes a
+round cheap; the embedded one computes the prefix again.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -146,11 +148,11 @@ class _Batch:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], parts: Sequence[_Part], round_tokens: int) -> _Batch:
-        """One call for all parts. A round is longer than `ROUND_TOKENS` only as far as every row may go on."""
+        """One call for all parts, longer than `ROUND_TOKENS` only as far as every row may go on."""
         if len({len(part.numbers) for part in parts}) > 1:
             parts = [alone for part in parts for alone in part.alone()]
         left = [part.left for part in parts]
-        return cls(options, parts, min(max(left), max(ROUND_TOKENS, min(round_tokens, *left))))
+        return cls(options, parts, min(round_tokens, max(left), max(ROUND_TOKENS, min(left))))
 
     def sampling(self) -> dict[str, Any]:
         """Sampling options by name."""
@@ -209,11 +211,14 @@ class Carried:
             self.begin_anew(engine.weights_version, max_age)
             wanted, round_tokens = _number_of(until, len(self._groups)), ROUND_TOKENS
             while self.num_ended < wanted:
+                tokens, running = self._so_far()
                 self.sample(engine, adapter, round_tokens)
                 if time.monotonic() >= end_s:
                     break
                 if not isinstance(until, timedelta):
-                    round_tokens += round_tokens // 2
+                    more_tokens, still_running = self._so_far()
+                    rate = (running - still_running) / max(1, more_tokens - tokens)
+                    round_tokens = self._next_round(wanted, rate, most=round_tokens + round_tokens // 2)
         except BaseException:
             if not any(row.token_ids for group in new for row in group.rows):
                 self._groups = {index: group for index, group in self._groups.items() if group not in new}
@@ -300,6 +305,25 @@ class Carried:
             group.attempt += bool(old)
             for number in old:
                 group.rows[number] = _Row()
+
+    def _so_far(self) -> tuple[int, int]:
+        """Tokens of all rows together, and the number of rows that run."""
+        rows = [row for group in self._groups.values() for row in group.rows]
+        return sum(len(row.token_ids) for row in rows), sum(row.is_running for row in rows)
+
+    def _next_round(self, wanted: float, rate: float, *, most: int) -> int:
+        """Tokens after which so many groups should have ended, if every token is a row's last at this `rate`.
+
+        With seeds it is the `most`: what a row draws depends on where its rounds begin, and not on other rows.
+        """
+        if any(group.seed is not None for group in self._groups.values()):
+            return most
+        running = [sum(row.is_running for row in group.rows) for group in self._groups.values()]
+
+        def num_ended(tokens: int) -> float:
+            return sum((1 - math.exp(-rate * tokens)) ** count for count in running)
+
+        return max(ROUND_TOKENS // 8, bisect_left(range(most), wanted - 0.5, key=num_ended))
 
     def _batches(self, round_tokens: int) -> list[_Batch]:
         """List what to ask for next: a call for all rows of equal options, some of which have seeds or none has.

@@ -1,7 +1,9 @@
 """Completions that outlive a call: what is returned when, from which weights, and what a failure leaves."""
 
 import copy
+import random
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 import torch
@@ -200,7 +202,7 @@ def calls(rt, monkeypatch):
     return found
 
 
-def test_a_round_is_one_call_and_each_is_half_as_long_again(rt, calls):
+def test_a_round_is_one_call_and_half_as_long_again_where_nothing_ends(rt, calls):
     with rt.rollout():
         rt.generate(PROMPTS, n=2, max_tokens=40, until=ONE_ROUND)
         assert calls == [(3, 2, 4)]  # a prompt is computed once for all of its samples
@@ -215,6 +217,68 @@ def test_a_round_is_one_call_and_each_is_half_as_long_again(rt, calls):
         rt.generate([[9]], n=2, max_tokens=40, until=1.0)
     # new prompts beside rows that go on
     assert calls == [(3, 2, 4), (8, 1, 4), (8, 1, 6), (8, 1, 9), (8, 1, 13), (8, 1, 4), (2, 1, 4)]
+
+
+class Scripted:
+    """An engine whose rows end after so many tokens: `lengths[prompt][sample]`. Notes what it is asked for."""
+
+    weights_version = 0
+
+    def __init__(self, lengths):
+        self.lengths, self.rounds = lengths, []
+
+    def sampling_params(self, **options):
+        return colo.SamplingParams(**options)
+
+    def generate(self, prompts, params, *, adapter=None):
+        self.rounds.append(params.max_tokens)
+        found = []
+        for index, (prompt, *before) in enumerate(prompts):
+            for sample in before[:1] or range(params.n):
+                left = self.lengths[prompt][sample] - len(before)
+                count = min(left, params.max_tokens)
+                found.append(
+                    colo.Completion(
+                        prompt_index=index,
+                        sample_index=0 if before else sample,
+                        prompt_token_ids=(prompt, *before),
+                        token_ids=(sample,) * count,
+                        logprobs=(0.0,) * count,
+                        finish_reason="stop" if count == left else "length",
+                        weights_version=0,
+                    )
+                )
+        return found
+
+
+LENGTHS = {
+    "a chance at each token": lambda draw: draw.expovariate(1 / 300),
+    "few are long": lambda draw: draw.lognormvariate(6, 0.8),
+    "most are alike": lambda draw: draw.gammavariate(4, 300),
+    "two kinds": lambda draw: draw.gauss(300, 50) if draw.random() < 0.9 else draw.uniform(2000, 6000),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_a_round_lasts_until_enough_groups_should_have_ended(kind, monkeypatch):
+    monkeypatch.setattr(carried, "ROUND_TOKENS", 128)
+    draw = random.Random(0)
+    lengths = [[min(8000, 1 + max(0, int(LENGTHS[kind](draw)))) for _ in range(8)] for _ in range(80)]
+    needed = sorted(map(max, lengths))[63]
+    asked = {"n": 8, "max_tokens": 8000}
+
+    def sampled(**options):
+        engine = Scripted(lengths)
+        done = carried.Carried().run([[i] for i in range(80)], asked | options, engine=engine, adapter=None, until=64)
+        found = {(c.prompt_index, c.sample_index): len(c.token_ids) for c in done}
+        assert len(found) == 64 * 8 and all(lengths[i][j] == length for (i, j), length in found.items())
+        return engine.rounds
+
+    rounds = sampled()
+    assert needed <= sum(rounds) < 1.15 * needed and len(rounds) < 16
+    assert rounds[0] == 128 and all(16 <= later <= earlier * 3 // 2 for earlier, later in pairwise(rounds))
+    # what a row draws from its seed does not depend on when others end
+    assert all(later == earlier * 3 // 2 for earlier, later in pairwise(sampled(seed=0)))
 
 
 def test_no_row_gets_more_than_it_may(rt, calls):
