@@ -4,8 +4,8 @@ A group is a prompt with its `n` samples. Between calls it is tokens and log-pro
 cache can go and weights can change. Engines know nothing of it: in a round all rows ask for so many tokens at a time,
 each with all that it has as its prompt, and a call ends after the round in which enough groups have ended. A round is
 one call of the engine, which costs what many tokens do, and lasts until enough groups should have ended, going by how
-many rows have in the round before; it is half as long again as that at most. What an engine keeps of a prefix makes a
-round cheap; the embedded one computes the prefix again.
+many rows have, of late above all; it is half as long again as the longest before it at most. What an engine keeps of a
+prefix makes a round cheap; the embedded one computes the prefix again.
 """
 
 from __future__ import annotations
@@ -209,16 +209,20 @@ class Carried:
         end_s = time.monotonic() + until.total_seconds() if isinstance(until, timedelta) else math.inf
         try:
             self.begin_anew(engine.weights_version, max_age)
-            wanted, round_tokens = _number_of(until, len(self._groups)), ROUND_TOKENS
+            wanted = _number_of(until, len(self._groups))
+            round_tokens = longest = ROUND_TOKENS
+            sampled, running = self._so_far()
+            tokens = ended = 0.0  # sampled and rows ended in this call; a round counts half as much as the next
             while self.num_ended < wanted:
-                tokens, running = self._so_far()
                 self.sample(engine, adapter, round_tokens)
                 if time.monotonic() >= end_s:
                     break
-                if not isinstance(until, timedelta):
-                    more_tokens, still_running = self._so_far()
-                    rate = (running - still_running) / max(1, more_tokens - tokens)
-                    round_tokens = self._next_round(wanted, rate, most=round_tokens + round_tokens // 2)
+                if isinstance(until, timedelta):
+                    continue
+                before, (sampled, running) = (sampled, running), self._so_far()
+                tokens, ended = tokens / 2 + sampled - before[0], ended / 2 + before[1] - running
+                longest = max(longest, round_tokens)
+                round_tokens = self._next_round(wanted, ended / max(1, tokens), most=longest + longest // 2)
         except BaseException:
             if not any(row.token_ids for group in new for row in group.rows):
                 self._groups = {index: group for index, group in self._groups.items() if group not in new}
@@ -314,16 +318,17 @@ class Carried:
     def _next_round(self, wanted: float, rate: float, *, most: int) -> int:
         """Tokens after which so many groups should have ended, if every token is a row's last at this `rate`.
 
-        With seeds it is the `most`: what a row draws depends on where its rounds begin, and not on other rows.
+        With seeds it is the `most`: what a row draws depends on where its rounds begin, which other rows' ends must not
+        change.
         """
-        if any(group.seed is not None for group in self._groups.values()):
+        if any(group.seed is not None for group in self._groups.values() if not group.has_ended):
             return most
         running = [sum(row.is_running for row in group.rows) for group in self._groups.values()]
 
-        def num_ended(tokens: int) -> float:
+        def expected(tokens: int) -> float:
             return sum((1 - math.exp(-rate * tokens)) ** count for count in running)
 
-        return max(ROUND_TOKENS // 8, bisect_left(range(most), wanted - 0.5, key=num_ended))
+        return max(ROUND_TOKENS // 8, bisect_left(range(most), wanted - 0.5, key=expected))
 
     def _batches(self, round_tokens: int) -> list[_Batch]:
         """List what to ask for next: a call for all rows of equal options, some of which have seeds or none has.

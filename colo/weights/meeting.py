@@ -223,6 +223,7 @@ class GroupEnd:
         try:
             for work in list(self.flying):
                 work.wait()
+            self._whole_group()  # works of one that is given up have ended, somehow
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # of works that have ended, and copies
         except RuntimeError as error:
@@ -283,8 +284,8 @@ class GroupEnd:
         self._signals.close()
         # torch waits for what is under way where a group is dropped, and all of Python with it. Nothing else holds them
         # then: what a forked process finds to collect it would wait for with threads that it has not
-        works, self.flying, group, self._group = self.flying, [], self._group, None
-        threading.Thread(target=_outlast, args=(works, group), daemon=True).start()
+        threading.Thread(target=_outlast, args=(self.flying, self._group), daemon=True).start()
+        self.flying, self._group = [], None
         return why if first is None else TransferError(f"the transfer was given up: {first}")
 
     def _whole_group(self) -> Any:
@@ -398,12 +399,13 @@ class _Work:
         self._end, self._work = end, work
 
     def wait(self) -> None:
-        """Wait until it has ended. Raises: as `GroupEnd.wait_for`."""
+        """Wait until it has ended. Raises: as `GroupEnd.wait_for`; `TransferError` once the group is given up."""
         work, self._work = self._work, None
         if self in self._end.flying:
             self._end.flying.remove(self)
-        if work is not None:  # else somebody else waits for it
-            self._end.wait_for(work)
+        if work is None:
+            raise TransferError("the group was given up, and what has arrived is unknown")
+        self._end.wait_for(work)
 
 
 def _outlast(works: list[_Work], group: object) -> None:

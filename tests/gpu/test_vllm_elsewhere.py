@@ -138,6 +138,7 @@ def test_slices_of_two_ranks_go_to_servers_on_other_gpus_of_which_one_dies_in_a_
         assert all("slices go from 2 of the trainer's ranks to 2 of engines" in why for why in rank["reasons"])
         assert len(rank["mismatches"]) == 8 and max(rank["mismatches"]) < 0.02
         assert rank["spoilt"][0] == "TransferError" and rank["spoilt"][2] < DEADLINE_S
+        assert "differ after the transfer" in rank["spoilt"][1]
         assert rank["took_s"][2] < DEADLINE_S
 
 

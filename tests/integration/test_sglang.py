@@ -4,6 +4,7 @@ import copy
 import re
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,6 +132,11 @@ def test_a_broadcast_that_nobody_took_is_not_taken_for_the_next(share, server, m
     first = rt.engine._way._broadcaster.name
     assert mismatch(model, rt.generate(PROMPTS, **ALL)) < CLOSE and rt.engine._way._broadcaster.name != first
     rt.close()
+    rt.engine.close()
+    for thread in threading.enumerate():
+        if thread.name == "colo-signals":
+            thread.join(60)
+            assert not thread.is_alive()
     proxy.end()
 
 

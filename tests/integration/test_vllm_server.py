@@ -1,6 +1,7 @@
 """A vLLM server of the user's own on a CPU: its four weight-transfer calls by hand, and `colo.connect`."""
 
 import copy
+import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -511,6 +512,11 @@ def through_a_group(request, server, model, monkeypatch):
     with colo.share(engine, model, AdamW(model.parameters(), lr=1e-2)) as rt:
         assert rt.transport.name == request.param
         yield rt
+    engine.close()
+    for thread in threading.enumerate():
+        if thread.name == "colo-signals":
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 @pytest.fixture

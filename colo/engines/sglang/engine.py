@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -94,6 +94,7 @@ class SGLangEngine(ServerEngine[Facts]):
         self._num_labels = 0
         self._attested: Sequence[Mapping[str, str]] = ()  # checksums of the server's parameters after it
         self._through, self._deadline_s = through, deadline_s
+        self._ways = ExitStack()  # closes the present one
         super().__init__(url, device, server, Slab(device, num_parts=2, size_bytes=bucket_bytes(device)))
 
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
@@ -244,7 +245,9 @@ class SGLangEngine(ServerEngine[Facts]):
         if ranks.tp_size > 1:  # what its first rank has, which is on the trainer's device
             cache_bytes = sizes["kv_cache"] // min(ranks.tp_size, ranks.num_kv_heads)
             sizes = {"weights": self._layout.rank_bytes, "kv_cache": cache_bytes}
+        self._ways.close()
         self._way = way_of(self._through, self._slab, self._fence, num_ranks=ranks.tp_size, deadline_s=self._deadline_s)
+        self._ways.callback(self._way.close)
         self._resume_memory(self._facts.label, away_by(self._facts.label))
         away = self._facts.leaves
         if self._through is not None:  # it has nothing of the trainer's device
@@ -402,6 +405,11 @@ class SGLangEngine(ServerEngine[Facts]):
             known["routed_experts"] = experts.reshape(-1, config.num_hidden_layers, config.num_experts_per_tok)
         pairs = meta["output_token_logprobs"]
         return self._made(row, prompt, answer["output_ids"], pairs, answer, text=answer.get("text"), **known)
+
+    def _release(self) -> None:
+        """Leave the server as it was found, if it answers."""
+        with self._ways:
+            super()._release()
 
     def _leave_as_found(self) -> None:
         with suppress(TransferError):

@@ -43,6 +43,10 @@ class Way:
         """Requests that leave a server as it was found."""
         yield from ()
 
+    def close(self) -> None:
+        """Let go of what is held here. Idempotent."""
+        return
+
 
 def way_of(
     through: WeightsFolder | Broadcast | None,
@@ -122,8 +126,9 @@ class BroadcastWay(Way):
 
     def parting(self) -> Requests:
         """The group's end."""
-        try:
-            if self._broadcaster.is_whole:
-                yield "/destroy_weights_update_group", {"group_name": self._broadcaster.name}
-        finally:
-            self._broadcaster.close()
+        if self._broadcaster.is_whole:
+            yield "/destroy_weights_update_group", {"group_name": self._broadcaster.name}
+
+    def close(self) -> None:
+        """Let go of the group."""
+        self._broadcaster.close()

@@ -23,7 +23,7 @@ from colo.weights.sources.module import ModuleSource, check_taken
 from colo.weights.transports.base import Transport
 from colo.weights.transports.ipc import IpcTransport, Peer
 from colo.weights.transports.local import LocalTransport
-from colo.weights.transports.remote import RemoteSlices, TakesSlices
+from colo.weights.transports.remote import RemoteSlices, TakesSlices, TakesWholeWeights
 from colo.weights.transports.slices import SlicesTransport, why_not_sliced
 
 
@@ -69,7 +69,7 @@ def _remote(source: WeightSource, engine: Engine) -> RemoteSlices | str | None:
     why = f"the engine is elsewhere ({engine.placement})"
     try:
         chosen = RemoteSlices(source, taker, device=engine.device, why_not_shared=why)
-    except Unsupported as error:
+    except TakesWholeWeights as error:
         return str(error)
     source.settle_names()
     return chosen

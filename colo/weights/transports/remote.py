@@ -171,6 +171,10 @@ class NoEngine:
         return []
 
 
+class TakesWholeWeights(Unsupported):
+    """Reason why an engine takes no slices, raised on every rank of the trainer."""
+
+
 # ---- the trainer's side ----------------------------------------------------------------------------------------------
 
 
@@ -188,7 +192,7 @@ class RemoteSlices(SlicesTransport):
     ) -> None:
         """`taker` is of this rank's engine, or `NoEngine`.
 
-        Raises: as `SlicesTransport`; `Unsupported`, on every rank, where an engine takes whole weights only.
+        Raises: as `SlicesTransport`; `TakesWholeWeights`, on every rank, where an engine takes no slices.
         """
         self._taker = taker
         self._end: GroupEnd | None = None
@@ -277,7 +281,7 @@ class RemoteSlices(SlicesTransport):
                 refusal = str(error)
         told = self._ranks.gather((found, self.source.foreign, refusal))
         if refusals := [why for _, _, why in told.values() if why is not None]:
-            raise Unsupported(refusals[0])  # on every rank
+            raise TakesWholeWeights(refusals[0])
         number = max(told) + 1
         slices: dict[int, Sequence[Slice]] = {}
         for rank, (of_engine, foreign, _) in told.items():

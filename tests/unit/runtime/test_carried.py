@@ -259,6 +259,13 @@ LENGTHS = {
 }
 
 
+def test_rounds_grow_again_after_a_short_one(monkeypatch):
+    monkeypatch.setattr(carried, "ROUND_TOKENS", 128)
+    engine = Scripted([[300]] * 62 + [[5000]] * 18)
+    carried.Carried().run([[i] for i in range(80)], {"max_tokens": 8000}, engine=engine, adapter=None, until=64)
+    assert sum(engine.rounds) < 6000 and len(engine.rounds) < 16
+
+
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_a_round_lasts_until_enough_groups_should_have_ended(kind, monkeypatch):
     monkeypatch.setattr(carried, "ROUND_TOKENS", 128)
@@ -275,8 +282,8 @@ def test_a_round_lasts_until_enough_groups_should_have_ended(kind, monkeypatch):
         return engine.rounds
 
     rounds = sampled()
-    assert needed <= sum(rounds) < 1.15 * needed and len(rounds) < 16
-    assert rounds[0] == 128 and all(16 <= later <= earlier * 3 // 2 for earlier, later in pairwise(rounds))
+    assert needed <= sum(rounds) < 1.15 * needed and len(rounds) < 14
+    assert rounds[0] == 128 and min(rounds) >= 16
     # what a row draws from its seed does not depend on when others end
     assert all(later == earlier * 3 // 2 for earlier, later in pairwise(sampled(seed=0)))
 

@@ -272,30 +272,30 @@ class SliceSteps:
         self._device, self._record, self._rank = device, record, rank
         self._target: SliceTarget | None = None
 
-    def list(self, *, parameters: Sequence[Mapping[str, Any]], model_type: str | None = None) -> dict[str, Any]:
+    def list_slices(self, *, parameters: Sequence[Mapping[str, Any]], model_type: str | None = None) -> dict[str, Any]:
         """Record which parts of weights this worker takes; a `Taken`."""
         self.release()
         source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, parameters)}
         self._target = SliceTarget(self._record(source, model_type), self._device)
         return self._target.taken.to_wire()
 
-    def plan(self, *, words: Mapping[str, Any], first: int) -> None:
+    def plan_slices(self, *, words: Mapping[str, Any], first: int) -> None:
         """Plan what comes from the trainer's ranks: `words` are a `PlanWords`."""
         self._planned().plan(PlanWords.from_wire(words), first + self._rank)
 
-    def meet_for(self, *, meeting: Mapping[str, Any], first: int, deadline_s: float) -> None:
+    def meet_for_slices(self, *, meeting: Mapping[str, Any], first: int, deadline_s: float) -> None:
         """Join a process group with them."""
         self._planned().meet(Meeting(**meeting), first + self._rank, deadline_s)
 
-    def begin(self) -> None:
+    def begin_slices(self) -> None:
         """Make sure that there are a plan and a group."""
         self._planned().begin()
 
-    def take(self) -> None:
+    def take_slices(self) -> None:
         """Receive everything that is planned."""
         self._planned().take()
 
-    def sum(self) -> Sequence[int]:
+    def sum_slices(self) -> list[int]:
         """Digest what lies where slices have come."""
         return self._planned().sums()
 
@@ -379,7 +379,7 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
     def start_weight_update(self) -> None:
         """Check that there is memory to write to. Raises: `PhaseError` while the weights are asleep."""
         # an update that was not finished must not attest the next one
-        self._attested = False
+        self._attested = self._has_taken = False
         pool = compat.sleep_pool(self)
         if pool is not None and any(r.tag == "weights" and r.is_asleep for r in pool.pointer_to_data.values()):
             raise PhaseError("the engine's weights are asleep: wake them before an update")
@@ -418,8 +418,6 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         raise Unsupported("the trainer's end of this backend is colo.connect(url), passed to colo.share")
 
     def _run_slices(self, asked: TransferStep) -> None:
-        arguments = dict(asked.arguments)
-        answer = arguments.pop("answer", None)
         has_taken, self._has_taken = self._has_taken, False
         if asked.step == "abandon_slices":  # vLLM ends an update where a step fails
             raise TransferError("the trainer has given the update up")
@@ -428,7 +426,9 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
                 raise TransferError("no slices have been received in this update")
             return
         try:
-            value = getattr(self._slices, asked.step.removesuffix("_slices"))(**arguments)
+            arguments = dict(asked.arguments)
+            answer = arguments.pop("answer", None)
+            value = getattr(self._slices, asked.step)(**arguments)
             if answer is not None:
                 where = store_of(Meeting(**answer["meeting"]), _ANSWER_S)
                 where.set(f"{answer['key']}-{self._number}", json.dumps(value))

@@ -15,7 +15,7 @@ from torch import nn
 from colo.errors import TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.weights import exchange
-from colo.weights.meeting import Meeting, Signals, meet_at
+from colo.weights.meeting import Meeting, Signals, in_thread, meet, meet_at
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.remote import NoEngine, PlanWords, RemoteSlices, SliceTarget, Taken, what_is_taken
 from tests.unit.weights.transports.test_slices import LAYOUTS, Net, engine_memory, is_same, loaded
@@ -268,6 +268,25 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting():
         signals.check()
     held.kill()
     held.join()
+
+
+def test_what_was_under_way_in_a_group_that_is_given_up_has_not_arrived(ranks):
+    def body(_):
+        where, store = meet_at("127.0.0.1", CPU, 2, 30.0)
+        asked = in_thread(lambda: meet(where, 1, CPU, 30.0))
+        sender = meet(where, 0, CPU, 30.0, store=store)
+        receiver = asked.result()
+        (work,) = receiver.send_and_receive([], [(0, torch.zeros(4, dtype=torch.uint8))])
+        receiver.give_up(TransferError("no more"))
+        with pytest.raises(TransferError, match="the group was given up"):
+            work.wait()
+        for end in (receiver, sender):
+            with pytest.raises(TransferError, match="given up"):
+                end.give_up(TransferError("over"))
+                end.settle(CPU)
+        return True
+
+    assert ranks(body, 1) == [True]
 
 
 def test_ranks_without_an_engine_are_refused():
