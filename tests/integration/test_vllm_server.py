@@ -1,6 +1,7 @@
 """A vLLM server of the user's own on a CPU: its four weight-transfer calls by hand, and `colo.connect`."""
 
 import copy
+import itertools
 import threading
 import time
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from colo.engines.vllm.wire import (
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import Exported, spec_of
 from colo.memory.specs import Manifest
+from colo.runtime.carried import Carried
 from colo.weights.meeting import GroupEnd
 from colo.weights.transports.buffer import SenderBuffer
 from colo.weights.transports.remote import Taken
@@ -695,11 +697,20 @@ def test_requests_go_on_while_weights_change(changing, prompts, monkeypatch):
     """Sampling beside training: each token has the log-probability of the version that it is of."""
     rt, twins, done = changing, {0: copy.deepcopy(changing.model).eval()}, []
     monkeypatch.setattr("colo.runtime.carried.ROUND_TOKENS", 4)
+    sample, num_rounds, stepped = Carried.sample, itertools.count(1), threading.Event()
+
+    def third_waits(*args):
+        if next(num_rounds) == 3:  # else a fast server may be done before the first step is
+            assert stepped.wait(300)
+        sample(*args)
+
+    monkeypatch.setattr(Carried, "sample", third_waits)
     with rt.async_rollout(max_age=3) as rollout:
         rollout.put(prompts, n=2, max_tokens=24, ignore_eos=True)
         for step in range(1, 4):
             train_step(rt)
             twins[step] = copy.deepcopy(rt.model).eval()
+            stepped.set()
             done += rollout.take(1)
         done += rollout.take(rollout.num_under_way)
     assert len(done) == 2 * len(prompts) and {len(c.token_ids) for c in done} == {24}
