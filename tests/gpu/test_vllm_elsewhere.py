@@ -23,6 +23,7 @@ import colo
 from colo.config import RuntimeConfig
 from colo.engines.vllm.client.elsewhere import WorkersTakeSlices
 from tests.integration.vllm_server import FLAGS, Server
+from tests.transfers import spoil
 
 pytestmark = MARKS
 
@@ -190,18 +191,6 @@ def one_rank(folder, pid, first, second, spare, of_two):
     cycle(rt, found)
     rt.close()
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-
-
-def spoil(rt):
-    """Change a bit of what this rank sends next."""
-    send, transport = rt.transport.send_and_receive, rt.transport
-
-    def flip(sends, receives):
-        sends[0][1][5] ^= 1
-        transport.send_and_receive = send
-        return send(sends, receives)
-
-    transport.send_and_receive = flip
 
 
 if __name__ == "__main__":

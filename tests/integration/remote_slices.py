@@ -20,6 +20,7 @@ from torch.optim import SGD
 import colo
 from colo.engines.vllm.client.elsewhere import WorkersTakeSlices
 from tests.integration.sharded_vllm import failure, kill, sharded, train
+from tests.transfers import spoil
 
 
 def connected(url):
@@ -97,18 +98,6 @@ def by_four_calls(model, url, rank):
     engine = colo.MainRankEngine(connected(url) if rank == 0 else None)
     with colo.share(engine, model, SGD(model.parameters(), lr=0.1)) as rt:
         return rt.transport.name, rt.transport.is_current()
-
-
-def spoil(rt):
-    """Change a bit of what this rank sends next."""
-    send, engine = rt.transport.send_and_receive, rt.transport
-
-    def flip(sends, receives):
-        sends[0][1][5] ^= 1
-        engine.send_and_receive = send
-        return send(sends, receives)
-
-    engine.send_and_receive = flip
 
 
 if __name__ == "__main__":
