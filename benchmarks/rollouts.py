@@ -44,13 +44,8 @@ def run(record: Record, *, shape: str, device: str, prompts: int | None = None, 
         setup.tell("an engine on the trainer's weights")
         rt = setup.launched()
         vocab_size = rt.engine.vocab_size
-        sampling: dict[str, Any] = {
-            "n": SAMPLES,
-            "max_tokens": MOST_TOKENS,
-            "stop_token_ids": [_END],
-            "logit_bias": {_END: math.log(vocab_size / MEAN_TOKENS)},
-            "ignore_eos": True,
-        }
+        asked: dict[str, Any] = {"n": SAMPLES, "max_tokens": MOST_TOKENS, "ignore_eos": True}
+        sampling = asked | {"stop_token_ids": [_END], "logit_bias": {_END: math.log(vocab_size / MEAN_TOKENS)}}
         more = setup.size.token_ids[: max(1, int(SURPLUS * count))]
 
         def whole() -> list[Completion]:
@@ -75,9 +70,8 @@ def run(record: Record, *, shape: str, device: str, prompts: int | None = None, 
         small = setup.resized(prompts=min(count, _TRAINED))
         for name, partly in zip(names, (False, True), strict=True) if train else ():
             setup.tell(f"training, {name}")
-            without = {option: value for option, value in sampling.items() if option != "logit_bias"}
-            ends = without | {"stop_token_ids": list(range(_END, vocab_size, MEAN_TOKENS))}
-            record.add(_trained(f"training, {name}", small, ends, train, partly=partly))
+            ends = {"stop_token_ids": list(range(_END, vocab_size, MEAN_TOKENS))}
+            record.add(_trained(f"training, {name}", small, asked | ends, train, partly=partly))
 
 
 def _trained(way: str, setup: Setup, sampling: Mapping[str, Any], steps: int, *, partly: bool) -> Row:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))  # torchrun starts this file by itself
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_vllm import CUDA, MARKS, PROMPTS, config, difference, train_step
+from tiny_vllm import CUDA, MARKS, PROMPTS, config, difference, torchrun, train_step
 
 import colo
 from colo.config import RuntimeConfig
@@ -123,17 +122,8 @@ def test_a_server_on_another_gpu_takes_every_version_and_its_death_in_a_transfer
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs, two of them for servers")
 def test_slices_of_two_ranks_go_to_servers_on_other_gpus_of_which_one_dies_in_a_transfer(serve, tmp_path):
     servers = serve([2], [3], [3], [2, 3])
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command = [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", __file__, str(tmp_path)]
-    done = subprocess.run(
-        [*command, str(servers[1].process.pid), *(server.url for server in servers)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    urls = [server.url for server in servers]
+    found = torchrun(__file__, tmp_path, tmp_path, servers[1].process.pid, *urls)
     assert found[0]["out"] == [0, 0, 1, 1, 0, 0]
     for rank in found:
         assert all("slices go from 2 of the trainer's ranks to 2 of engines" in why for why in rank["reasons"])

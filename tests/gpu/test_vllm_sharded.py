@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))  # torchrun starts this file by itself
 
-from tiny_vllm import MARKS, PROMPTS, config, difference, train_step
+from tiny_vllm import MARKS, PROMPTS, config, difference, torchrun, train_step
 
 pytestmark = MARKS
 
@@ -92,16 +91,7 @@ def run(folder, way, ranks):
     """What every rank has found, in order."""
     pytest.importorskip("vllm")
     AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(folder)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", __file__, str(folder), str(folder), way],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    found = torchrun(__file__, folder, folder, folder, way, ranks=ranks)
     for rank in found:
         assert max(rank["mismatches"]) < 0.02
         assert rank["tokens"][0] != rank["tokens"][2]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))  # torchrun starts this file by itself
 
-from tiny_vllm import MARKS, PROMPTS, config, difference, launch, train_step
+from tiny_vllm import MARKS, PROMPTS, config, difference, launch, torchrun, train_step
 
 pytestmark = [*MARKS, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -65,16 +64,7 @@ def test_both_ranks_sample_what_transformers_does_after_every_step(tmp_path):
     pytest.importorskip("vllm")
     model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", __file__, str(tmp_path), str(tmp_path)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    ranks = torchrun(__file__, tmp_path, tmp_path, tmp_path)
     weights_bytes = sum(p.nbytes for p in model.parameters())
     replicated_bytes = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
     assert sum(found["replayed_bytes"] for found in ranks) == weights_bytes + replicated_bytes

@@ -1,5 +1,10 @@
 """What tests of vLLM on CUDA share: a small model, a runtime, a training step, and how far the two sides are apart."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.optim import AdamW
@@ -73,6 +78,20 @@ def launch(model=None, *, offload="always", **options):
         device=CUDA,
         config=RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES, offload=offload),
     )
+
+
+def torchrun(script, folder, *arguments, ranks=2):
+    """Run a file in ranks of torchrun; returns what each has written to `folder`, as `{rank}.json`."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", script, *map(str, arguments)],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def train_step(rt, step):
