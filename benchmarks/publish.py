@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,10 @@ def run(record: Record, *, shape: str, layers: int | None, density: float, devic
 def _row(way: str, model: nn.Module, url: str, through: Any, density: float, bytes_per_s: float) -> Row:
     """Publications of a runtime: seconds and bytes, beside what the link takes for those bytes."""
     device = next(model.parameters()).device
-    engine = colo.connect(url, device=device, deadline_s=DEADLINE_S, through=through)
-    with colo.share(engine, model, SGD(model.parameters(), lr=0.0)) as rt:
+    with (
+        closing(colo.connect(url, device=device, deadline_s=DEADLINE_S, through=through)) as engine,
+        colo.share(engine, model, SGD(model.parameters(), lr=0.0)) as rt,
+    ):
         seconds = []
         with rt.rollout():  # the first version is always whole
             pass
@@ -195,6 +197,7 @@ def _broadcast_s(whole: torch.Tensor, device: torch.device) -> float:
         end.broadcast(whole)
         end.settle(device)
 
-    seconds = sorted(timed(send, device) for _ in range(times))
-    receiver.wait(DEADLINE_S)
+    with closing(broadcaster):
+        seconds = sorted(timed(send, device) for _ in range(times))
+        receiver.wait(DEADLINE_S)
     return seconds[(times - 1) // 2]

@@ -1,6 +1,7 @@
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 
 import pytest
@@ -54,6 +55,16 @@ def device():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def groups_are_let_go():
+    """No thread of this process listens for the ranks of a group when a test is over."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("colo-signals"):
+            thread.join(60)
+            assert not thread.is_alive(), f"{thread.name}: a group that the test has not closed"
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""Transfers to engines elsewhere: a fault of slices on their way, and what has to be gone afterwards."""
-
-import threading
+"""A fault of slices on their way to engines elsewhere."""
 
 
 def spoil(rt):
@@ -13,11 +11,3 @@ def spoil(rt):
         return send(sends, receives)
 
     transport.send_and_receive = flip
-
-
-def assert_groups_are_let_go():
-    """No thread of this process listens for the ranks of a group any more."""
-    for thread in threading.enumerate():
-        if thread.name == "colo-signals":
-            thread.join(60)
-            assert not thread.is_alive()

@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, suppress
@@ -110,7 +111,8 @@ def _without_teardown() -> Iterator[None]:
 class Signals:
     """Words between the ranks of a group, through the store that they met at: that one has given up, and why.
 
-    No call waits for the store: it may be held by a process that has stopped. A thread asks it.
+    No call waits for the store: it may be held by a process that has stopped. A thread asks it, as long as somebody
+    holds these.
     """
 
     def __init__(self, meeting: Meeting, deadline_s: float) -> None:
@@ -124,7 +126,9 @@ class Signals:
         self._saying: str | None = None
         self._num_listening, self._is_over = 0, False
         self._wake = threading.Event()
-        threading.Thread(target=self._ask, name="colo-signals", daemon=True).start()
+        weakref.finalize(self, self._wake.set).atexit = False
+        listening = (weakref.ref(self), self._wake)
+        threading.Thread(target=_listen, args=listening, name=f"colo-signals-{meeting.name}", daemon=True).start()
 
     def check(self) -> None:
         """Raise `TransferError` if some rank is known to have given the group up."""
@@ -153,18 +157,33 @@ class Signals:
         self._is_over = True
         self._wake.set()
 
-    def _ask(self) -> None:
-        while self.why is None and not self._is_over:
-            self._wake.wait(_LOOK_AFTER_S if self._num_listening else None)
-            self._wake.clear()
-            try:
-                if self._saying is not None:  # the first reason stays
-                    self._store.compare_set(_GIVEN_UP, "", self._saying)
-                if self._store.check([_GIVEN_UP]):
-                    self.why = self._store.get(_GIVEN_UP).decode()
-            except RuntimeError:
-                self.why = self._saying or "the rank that has made the group has ended, or let go of it"
+    def ask(self) -> bool:
+        """Say what is to be said, and look for `why`. False once there is no more to come."""
+        try:
+            if self._saying is not None:  # the first reason stays
+                self._store.compare_set(_GIVEN_UP, "", self._saying)
+            if self._store.check([_GIVEN_UP]):
+                self.why = self._store.get(_GIVEN_UP).decode()
+        except RuntimeError:
+            self.why = self._saying or "the rank that has made the group has ended, or let go of it"
+        if self.why is None and not self._is_over:
+            return True
         self._said.set()
+        return False
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds until the next look; `None` while nobody listens."""
+        return _LOOK_AFTER_S if self._num_listening else None
+
+
+def _listen(held: weakref.ref[Signals], wake: threading.Event) -> None:
+    """Ask until there is no more to come, or nobody holds the signals any more."""
+    while (signals := held()) is not None and signals.ask():
+        patience_s = signals.patience_s
+        del signals
+        wake.wait(patience_s)
+        wake.clear()
 
 
 class GroupEnd:

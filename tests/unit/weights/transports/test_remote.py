@@ -15,7 +15,7 @@ from torch import nn
 from colo.errors import TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.weights import exchange
-from colo.weights.meeting import Meeting, Signals, in_thread, meet, meet_at
+from colo.weights.meeting import Meeting, Signals, in_thread, join, meet, meet_at
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.remote import NoEngine, PlanWords, RemoteSlices, SliceTarget, Taken, what_is_taken
 from tests.unit.weights.transports.test_slices import LAYOUTS, Net, engine_memory, is_same, loaded
@@ -287,6 +287,26 @@ def test_what_was_under_way_in_a_group_that_is_given_up_has_not_arrived(ranks):
         return True
 
     assert ranks(body, 1) == [True]
+
+
+def test_nobody_listens_for_a_group_that_was_dropped_or_was_never_whole(ranks):
+    def listeners():
+        return [thread for thread in threading.enumerate() if thread.name.startswith("colo-signals")]
+
+    def body(_):
+        where, store = meet_at("127.0.0.1", CPU, 1, 30.0)
+        end = join(where, 0, 30.0, store)
+        (listening,) = listeners()
+        del end
+        listening.join(30)
+        where, store = meet_at("127.0.0.1", CPU, 2, 1.0)
+        with pytest.raises(RuntimeError):  # the other does not come
+            join(where, 0, 1.0, store)
+        for listening in listeners():
+            listening.join(30)
+        return listeners()
+
+    assert ranks(body, 1) == [[]]
 
 
 def test_ranks_without_an_engine_are_refused():
