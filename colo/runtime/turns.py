@@ -314,6 +314,8 @@ class Turns:
                 try:
                     with uninterrupted():
                         if self._block is block:
+                            if raised is not None and block.phase is Phase.TRAIN:
+                                self._session.note_cut_pass()
                             self._leave()
                 except Exception as error:
                     if raised is None:
@@ -518,6 +520,8 @@ class Turns:
             return
         self.check_process()
         next_turn(Verb.BACKWARD, self.turn)
+        if self.turn is Turn.TRAIN:
+            self._session.end_cut_pass()
         for name in self._session.parked_early:
             self._pause()
             self._scheduler.require(name)
@@ -536,7 +540,8 @@ class Turns:
             raise PhaseError(
                 "release_gradients=True steps within the backward pass, and this is the second one since "
                 "optimizer.step(), or another part of one, from a reentrant checkpoint: call step() after every "
-                "backward pass, checkpoint with use_reentrant=False, or leave release_gradients out"
+                "backward pass, also one that has failed, checkpoint with use_reentrant=False, or leave "
+                "release_gradients out"
             )
         is_last = number == self.accumulation_steps
         if not is_last or self.turn is not Turn.TRAIN or not self._scheduler.side_by_side or self._session.is_streamed:

@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from colo.errors import Unsupported
+from colo.errors import PhaseError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept
 from colo.memory.probe import PeakMeter
@@ -94,6 +94,7 @@ class TrainerSession:
         self._steps_early = isinstance(self.optimizer, MegatronOptimizers)
         self.has_stepped = False  # true after a step since `begin_training`
         self._gradients_before = self._passes_before = 0
+        self._is_cut = False  # a training phase has failed after a pass that may have stepped some weights
         self._events = events
         self._meter = PeakMeter(mover.device)
         told: dict[str, Any] = {
@@ -232,8 +233,30 @@ class TrainerSession:
         # zero means a further optimizer of the same step: see `Turns.after_step`
         had_passes = self._backward.passes > 0
         self.has_stepped = True
-        self._backward.forget()
+        self._forget_passes()
         return had_passes
+
+    def note_cut_pass(self) -> None:
+        """Note that a training phase has failed: a backward pass of it may have stepped some weights alone."""
+        self._is_cut = self.releases_gradients and self._backward.passes > 0
+
+    def end_cut_pass(self) -> None:
+        """End the step of a pass that was cut, before another begins. Raises: `PhaseError` while it has gradients."""
+        if not self._is_cut:
+            return
+        if any(parameter.grad is not None for parameter in parameters_of(self.optimizer)):
+            raise PhaseError(
+                "a backward pass has failed, or was interrupted, and has stepped some weights as "
+                "release_gradients=True has it: optimizer.zero_grad() drops the gradients that it has left, "
+                "optimizer.step() uses them"
+            )
+        assert isinstance(self._state, StreamedState), "others release no gradients"
+        self._state.end_step()
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        self._backward.forget()
+        self._is_cut = False
 
     def bring_back(self) -> None:
         """Bring everything to the device. Raises: `BudgetError` when it has no room."""

@@ -189,6 +189,12 @@ class StreamedState(TrainerState):
         finally:  # whatever became of its state, the step has been made
             self._after_step()
 
+    def end_step(self) -> None:
+        """End a step that has not ended, if there is one: weights whose gradients are gone stay as they are."""
+        if self._is_under_way:
+            with torch.no_grad():
+                self._stepped()
+
     # ---- stepping within the backward pass --------------------------------------------------------------------------
 
     def before_gradient(self) -> None:

@@ -217,6 +217,69 @@ def test_gradients_are_released_once_between_steps_and_only_in_training():
             rt.optimizer.step()
 
 
+def cut_backward(rt, after):
+    """An interrupt within a backward pass in `train()`, as it has brought so many gradients."""
+    brought = []
+
+    def interrupt(parameter):
+        brought.append(parameter)
+        if len(brought) == after:
+            raise KeyboardInterrupt
+
+    hooks = [p.register_post_accumulate_grad_hook(interrupt) for p in rt.model.parameters()]
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with pytest.raises(KeyboardInterrupt), rt.train():
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("after", [1, 2, 17, 30, 46, 47])
+def test_training_goes_on_after_a_backward_pass_that_was_interrupted_while_it_stepped(after):
+    def cut(end):
+        with launch(release_gradients=True) as rt:
+            train(rt, 2)
+            cut_backward(rt, after)
+            end(rt)
+            rt.optimizer.zero_grad()
+            before = rt.weights_version
+            weights = train(rt, 2)
+            assert rt.weights_version - before >= 2
+            return weights, {name: float(rt.optimizer.state[p]["step"]) for name, p in rt.model.named_parameters()}
+
+    def step(rt):
+        rt.optimizer.zero_grad()
+        rt.optimizer.step()
+
+    # the same as ending the step by hand
+    (expected, steps), (found, own_steps) = cut(step), cut(lambda rt: None)
+    assert all(torch.equal(p, expected[name]) for name, p in found.items()) and own_steps == steps
+    assert set(steps.values()) <= {4.0, 5.0} and (after < 47 or set(steps.values()) == {5.0})
+
+
+def test_gradients_of_an_interrupted_pass_are_dropped_or_used_before_another():
+    with launch(release_gradients=True) as rt:
+        train(rt, 1)
+        cut_backward(rt, 30)
+        assert any(p.grad is not None for p in rt.model.parameters())
+        before = [p.detach().clone() for p in rt.model.parameters()]
+        for _ in range(2):
+            with (
+                pytest.raises(PhaseError, match=r"stepped some weights .*zero_grad\(\) drops .*step\(\) uses"),
+                rt.train(),
+            ):
+                train_step(rt)
+        assert all(torch.equal(p, q) for p, q in zip(rt.model.parameters(), before, strict=True))
+        rt.optimizer.step()
+        rt.optimizer.zero_grad()
+        train(rt, 1)
+        cut_backward(rt, 30)
+        with rt.train():
+            rt.optimizer.zero_grad()
+            train_step(rt)
+        train(rt, 1)
+
+
 def pairs(rt, steps, use_reentrant):
     """Weights after steps on two passes forward and one back, as of a preference loss, over checkpointed layers."""
     rt.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
