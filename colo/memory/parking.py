@@ -93,8 +93,11 @@ class Parking(RegionSegment):
         self.settle()
         by_id = {id(tensor): tensor for tensor in tensors}
         # nearly always nothing has changed: finding that out takes a twentieth of what follows
-        if self._seen and self._seen == self._facts(by_id):
-            return
+        if not self._seen or self._seen != self._facts(by_id):
+            with uninterrupted():  # packs and the records of them change together
+                self._take_in(by_id)
+
+    def _take_in(self, by_id: dict[int, torch.Tensor]) -> None:
         for pack in (*self._packs(), *self._aside):
             pack.forget_others(by_id)
             if not pack.blocks:
@@ -103,10 +106,10 @@ class Parking(RegionSegment):
         self._join([tensor for key, tensor in by_id.items() if key not in known])
         # packs whose last view has been dropped take part again
         for pack in [pack for pack in self._aside if not pack.num_others(self._owned)]:
-            self._aside.remove(pack)
             if self.residency is Residency.OFFLOADED:
                 self._drop(pack)  # its tensors are found on the device, among those that are new
             else:
+                self._aside.remove(pack)
                 self.add([pack])
         # a view that somebody has made since would read unmapped pages once the pack has left
         for pack in self._packs():

@@ -168,6 +168,30 @@ def test_an_empty_segment_expects_what_it_is_told_and_moves_nothing(mover):
 # ---- what is held by others -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_dropped", [False, True], ids=["kept", "dropped"])
+def test_a_pack_whose_last_view_goes_while_others_are_away_leaves_with_them_the_next_time(is_dropped, mover):
+    first, second = given = tensors(64, 64)
+    expected = [tensor.clone() for tensor in given]
+    segment = Parking("s", mover, pack_bytes=256)
+    cycle(segment, given)
+    view = first[:3]
+    segment.look(given)
+    segment.begin(O).wait()
+    if is_dropped:
+        del given[0], expected[0]
+    first = None
+    del view
+    segment.look(given)
+    assert not segment.kept and is_at_host(mover, second)
+    segment.begin(R).wait()
+    segment.look(given)
+    segment.begin(O).wait()
+    assert all(is_at_host(mover, tensor) for tensor in given)
+    assert all(map(torch.equal, given, expected))
+    segment.begin(R).wait()
+    assert segment.device_bytes == 256 * len(given) and all(map(torch.equal, given, expected))
+
+
 def test_a_pack_that_somebody_has_a_view_of_stays_and_others_leave(mover):
     first, second = tensors(64, 64)
     segment = Parking("s", mover, pack_bytes=256, name_of=lambda t: "first" if t is first else "second")
