@@ -314,8 +314,6 @@ class Turns:
                 try:
                     with uninterrupted():
                         if self._block is block:
-                            if raised is not None and block.phase is Phase.TRAIN:
-                                self._session.note_cut_pass()
                             self._leave()
                 except Exception as error:
                     if raised is None:
@@ -521,7 +519,7 @@ class Turns:
         self.check_process()
         next_turn(Verb.BACKWARD, self.turn)
         if self.turn is Turn.TRAIN:
-            self._session.end_cut_pass()
+            self._session.end_earlier_pass()
         for name in self._session.parked_early:
             self._pause()
             self._scheduler.require(name)

@@ -94,7 +94,6 @@ class TrainerSession:
         self._steps_early = isinstance(self.optimizer, MegatronOptimizers)
         self.has_stepped = False  # true after a step since `begin_training`
         self._gradients_before = self._passes_before = 0
-        self._is_cut = False  # a training phase has failed after a pass that may have stepped some weights
         self._events = events
         self._meter = PeakMeter(mover.device)
         told: dict[str, Any] = {
@@ -233,30 +232,25 @@ class TrainerSession:
         # zero means a further optimizer of the same step: see `Turns.after_step`
         had_passes = self._backward.passes > 0
         self.has_stepped = True
-        self._forget_passes()
+        self._backward.forget()
         return had_passes
 
-    def note_cut_pass(self) -> None:
-        """Note that a training phase has failed: a backward pass of it may have stepped some weights alone."""
-        self._is_cut = self.releases_gradients and self._backward.passes > 0
+    def end_earlier_pass(self) -> None:
+        """End the step of a backward pass that no `optimizer.step()` has followed, before another phase's first one.
 
-    def end_cut_pass(self) -> None:
-        """End the step of a pass that was cut, before another begins. Raises: `PhaseError` while it has gradients."""
-        if not self._is_cut:
+        Whatever has come in between, it has stepped weights already. Raises: `PhaseError` while it has gradients left.
+        """
+        if not self.releases_gradients or not self._backward.passes:
             return
         if any(parameter.grad is not None for parameter in parameters_of(self.optimizer)):
             raise PhaseError(
-                "a backward pass has failed, or was interrupted, and has stepped some weights as "
-                "release_gradients=True has it: optimizer.zero_grad() drops the gradients that it has left, "
-                "optimizer.step() uses them"
+                "an earlier backward pass has left gradients, and nothing is added to those with "
+                "release_gradients=True, since it may have stepped other weights before it ended or was interrupted: "
+                "optimizer.zero_grad() drops them, optimizer.step() uses them"
             )
         assert isinstance(self._state, StreamedState), "others release no gradients"
         self._state.end_step()
-        self._forget_passes()
-
-    def _forget_passes(self) -> None:
         self._backward.forget()
-        self._is_cut = False
 
     def bring_back(self) -> None:
         """Bring everything to the device. Raises: `BudgetError` when it has no room."""
