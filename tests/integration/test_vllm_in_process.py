@@ -1,6 +1,8 @@
 """vLLM in the trainer's own process, on a CPU: one copy of the weights, and everything a loop asks of a runtime."""
 
 import copy
+import os
+import signal
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -517,9 +519,24 @@ def test_an_adapter_written_to_through_data_is_a_new_version(lora_rt, prompts, m
     assert lora_rt.weights_version == version + 1
 
 
-def test_an_interrupted_rollout_leaves_nothing_in_flight(lora_rt, prompts, mismatch, monkeypatch):
-    core = lora_rt.engine.llm.llm_engine
-    step = core.step
+def test_an_interrupt_ends_a_rollout_behind_a_step_and_leaves_nothing_in_flight(
+    lora_rt, prompts, mismatch, monkeypatch, interrupts_raise
+):
+    (runner,) = lora_rt.engine.llm.collective_rpc(lambda worker: getattr(worker, "worker", worker).model_runner)
+    core, sampled = lora_rt.engine.llm.llm_engine, []
+    step, sample = core.step, runner.sample_tokens
+
+    def interrupted(*args, **how):  # the step has run the model, and what it has found waits to be sampled from
+        os.kill(os.getpid(), signal.SIGINT)
+        sampled.append(sample(*args, **how))
+        return sampled[-1]
+
+    monkeypatch.setattr(runner, "sample_tokens", interrupted)
+    with pytest.raises(KeyboardInterrupt), lora_rt.rollout():
+        lora_rt.generate(prompts, **GREEDY)
+    assert len(sampled) == 1
+    monkeypatch.undo()
+    assert mismatch(lora_rt.model, lora_rt.generate(prompts, **GREEDY)) < CLOSE
 
     def interrupt():
         monkeypatch.setattr(core, "step", step)

@@ -21,6 +21,7 @@ from colo.engines.vllm.processes import Caller, NoAnswer, ProcessEnded
 from colo.engines.vllm.wire import WORKER_EXTENSION, Request, WorkerInfo
 from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import Description
+from colo.memory.uninterrupted import uninterrupted
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ class LLMLink(WorkerLink):
         asked = each[0] if isinstance(each, list) and each else each
         request = _lora_request(*adapter) if adapter is not None else None
         try:
-            outputs = self.run("generate", lambda: llm.generate(inputs, each, use_tqdm=False, lora_request=request))
+            outputs = self._outputs(inputs, each, request)
         except BaseException:
             self.abort_requests()  # else they would be taken for a user's, or hold up what comes next
             raise
@@ -120,6 +121,11 @@ class LLMLink(WorkerLink):
         tokenizer = llm.get_tokenizer() if has_tokenizer and not asked.detokenize else None
         name = adapter[0] if adapter is not None else None
         return completions(outputs, version, name, has_text=has_text, tokenizer=tokenizer)
+
+    def _outputs(self, inputs: Sequence[Any], params: Any, adapter: Any) -> Sequence[Any]:
+        """vLLM's outputs of prompts, in their order."""
+        llm = self.llm
+        return self.run("generate", lambda: llm.generate(inputs, params, use_tqdm=False, lora_request=adapter))
 
     def reset_prefix_cache(self) -> None:
         """Forget what earlier requests have computed, and disturb requests in flight only if necessary."""
@@ -184,6 +190,16 @@ class InProcessLink(LLMLink):
     def run(self, operation: str, function: Callable[[], T], *, deadline: bool = True) -> T:
         """Call into vLLM."""
         return function()
+
+    def _outputs(self, inputs: Sequence[Any], params: Any, adapter: Any) -> Sequence[Any]:
+        # as `generate` does, but a step that Ctrl-C splits would leave the model's runner unable to take another
+        engine, found = self.llm.llm_engine, []
+        with uninterrupted():
+            self.llm.enqueue(inputs, params, use_tqdm=False, lora_request=adapter)
+        while engine.has_unfinished_requests():
+            with uninterrupted():
+                found += [output for output in engine.step() if output.finished]
+        return sorted(found, key=lambda output: int(output.request_id))
 
     def ask(self, request: Request) -> list[Any]:
         """Run an operation in every worker: the answer of each, or its `WorkerError`. Tensors go as they are."""
