@@ -96,9 +96,9 @@ class Link(InProcessLink):
         self.infos = (SimpleNamespace(logprobs_mode="processed_logprobs", vocab_size=10, max_length=10),)
         llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
         self.asked = []
-        self.llm = SimpleNamespace(llm_engine=llm_engine, generate=self._answer, get_tokenizer=Letters)
+        self.llm = SimpleNamespace(llm_engine=llm_engine, get_tokenizer=Letters)
 
-    def _answer(self, inputs, params, **options):
+    def _outputs(self, inputs, params, adapter):
         self.asked.append(params)
         return [output(sample(0))]
 
