@@ -77,7 +77,7 @@ def _in_process(setup: Setup) -> list[Row]:
 def _added(setup: Setup, rt: Runtime, where: str) -> list[Row]:
     """Time that `rt.generate` adds to `llm.generate` of its engine, called in turns.
 
-    `ours_s` is what a call spends outside of vLLM's own `generate`. colo asks for flat log-probabilities, which are
+    `ours_s` is what a call spends outside of vLLM. colo asks for flat log-probabilities, which are
     less work for vLLM, so there is a bare call with those too.
     """
     setup.tell(f"rt.generate and llm.generate in turns, {where}")
@@ -94,7 +94,7 @@ def _added(setup: Setup, rt: Runtime, where: str) -> list[Row]:
         for _ in range(ROUNDS[setup.shape_name]):
             for way, call in calls.items():
                 engine.reset_prefix_cache()
-                with _clocked_generate(llm, within[way]):
+                with _clocked_calls(llm, within[way]):
                     times[way].append(clocked(call)[1])
     rows = []
     for way, seconds in times.items():
@@ -125,17 +125,31 @@ def _bare(setup: Setup, llm: Any, **options: Any) -> Callable[[], Any]:
 
 
 @contextmanager
-def _clocked_generate(llm: Any, seconds: list[float]) -> Iterator[None]:
-    """Note what calls of vLLM's `generate` take meanwhile."""
-    generate = llm.generate
+def _clocked_calls(llm: Any, seconds: list[float]) -> Iterator[None]:
+    """Note what vLLM takes for a generation meanwhile: its `generate`, or the requests and steps that this makes."""
+    spent_s: list[float] = []
+    outermost: list[Any] = []
 
-    def clock(*arguments: Any, **options: Any) -> Any:
-        result, spent_s = clocked(partial(generate, *arguments, **options))
-        seconds.append(spent_s)
-        return result
+    def clock(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if outermost:
+                return function(*arguments, **options)
+            outermost.append(function)
+            try:
+                result, took_s = clocked(partial(function, *arguments, **options))
+            finally:
+                outermost.clear()
+            spent_s.append(took_s)
+            return result
 
-    llm.generate = clock
+        return call
+
+    calls = ((llm, "generate"), (llm, "enqueue"), (llm.llm_engine, "step"))
+    for owner, name in calls:
+        setattr(owner, name, clock(getattr(owner, name)))
     try:
         yield
     finally:
-        del llm.generate
+        for owner, name in calls:
+            delattr(owner, name)
+    seconds.append(sum(spent_s))
