@@ -243,10 +243,13 @@ class _WithEngine:
             args.model_init_kwargs = given
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        trained = self.model if model is None else model  # type: ignore[attr-defined]  # TRL's
         if getattr(self, "colo", None) is not None:
-            trained = self.model if model is None else model  # type: ignore[attr-defined]  # TRL's
             check_checkpoint(resume_from_checkpoint, trained)
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        if getattr(self, "colo", None) is not None and len(getattr(trained, "peft_config", ())) > 1:
+            # transformers before 5.23 reads folders of further adapters alone, such as the reference's
+            trained.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
 
     def train(self, *args: Any, **given: Any) -> Any:
         """Train as TRL does. Whatever ends it, the runtime is in no phase afterwards."""

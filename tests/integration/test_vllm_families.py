@@ -260,7 +260,12 @@ def test_a_trainer_takes_the_experts_that_vllm_took(family_name, tiny, engine_op
             if name.endswith(("gate.weight", "e_score_correction_bias")):
                 weight.mul_(1e-7)
     model.save_pretrained(tmp_path)
-    engine = VLLMEngine(tmp_path, **engine_options, enable_return_routed_experts=True)
+    try:
+        engine = VLLMEngine(tmp_path, **engine_options, enable_return_routed_experts=True)
+    except ValueError as error:
+        if "requires Model Runner V2" not in str(error):
+            raise
+        pytest.skip("this vLLM (0.32) tells experts by its runner V2 alone, which wants Triton")
     with colo.share(engine, model, SGD(model.parameters(), lr=0.0)) as rt:
         completions = rt.generate(prompts, temperature=0, max_tokens=8, ignore_eos=True)
         assert all(
