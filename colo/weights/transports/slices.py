@@ -343,8 +343,7 @@ def _stages(plan: ExchangePlan, told: Mapping[int, Told], count: int) -> list[in
 
 def _nowhere(delivery: Delivery) -> Strided:
     """A target for digests alone: of the engine's dtype, and at no address."""
-    shape, dtype = delivery.box.shape, getattr(torch, delivery.lands_as)
-    return Strided(0, shape, tuple(torch.empty(shape, dtype=dtype, device="meta").stride()), dtype)
+    return Strided.of(torch.empty(delivery.box.shape, dtype=getattr(torch, delivery.lands_as), device="meta"))
 
 
 def why_not_sliced(plan: LoadPlan) -> str | None:

@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colo.errors import TransferError, Unsupported
-from colo.memory.copy_plan import CopyPlan
+from colo.memory.copy_plan import CopyPlan, Strided, runs
 from colo.memory.load_plan import LoadPlan
 from colo.memory.region import carve, carved_bytes
 from colo.memory.share import SharedMemory
 from colo.weights import exchange
+from colo.weights.boxes import Box
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports import peers
 from colo.weights.transports import slices as transport_module
@@ -162,6 +163,14 @@ def test_every_byte_of_every_engine_is_the_whole_models(ranks, layout, tp, is_ma
     for rank, found in enumerate(ranks(body, size)):
         whole_bytes = sum(t.nbytes for t in engine_memory(rank % tp, tp, torch.float32).values())
         assert found == (False, True, whole_bytes, True, True)
+
+
+def test_what_goes_through_a_buffer_is_digested_in_whole_rows():
+    """By its elements a digest takes ten times as long, and nothing else tells."""
+    weight = torch.zeros(64, 128, dtype=torch.bfloat16)
+    sent = exchange.Delivery(0, 1, 0, 0, Box((0, 0), (64, 128)), "bfloat16", "bfloat16")
+    (row,) = runs(Strided.of(weight), transport_module._nowhere(sent))
+    assert (row.rows, row.row_bytes, row.kind) == (1, weight.nbytes, 16)
 
 
 def test_a_rank_receives_what_it_lacks_and_no_more(both):
