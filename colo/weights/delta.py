@@ -45,36 +45,62 @@ Region = tuple[str, Sequence[int], Sequence[int], int, str]
 # ---- one weight ------------------------------------------------------------------------------------------------------
 
 
-def changes_of(name: str, new: torch.Tensor, old: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`new` as a delta from `old`, of the same dtype, shape and device, contiguous; empty if no bit differs."""
-    word = _WORDS.get(new.element_size())
-    if word is None:
-        return {} if torch.equal(new, old) else {name: new}
-    ours, base = new.reshape(-1).view(word), old.reshape(-1).view(word)
-    changed = ours != base
-    num_changed, size = int(changed.sum()), new.element_size()
-    if not num_changed:
-        return {}
-    bitmap_bytes = num_changed * size + math.ceil(len(ours) / 8)
-    # indices are made of few entries only: they have eight bytes each
-    if num_changed * (size + 2) < min(bitmap_bytes, new.nbytes):
-        entries, steps = _steps(ours, changed)
-        if len(steps) * (size + 2) < bitmap_bytes:
-            return {name + SPARSE: _joined(entries, steps)}
-    if bitmap_bytes < new.nbytes:
-        pairs = zip(ours.split(_CHUNK), changed.split(_CHUNK), strict=True)
-        return {name + BITMAP: _joined(torch.cat([part[here] for part, here in pairs]), _packed(changed))}
-    return {name: new}
+def changes_of(weights: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Each weight, new and old, as a delta from the old; one in which no bit differs is left out.
+
+    The two are of one dtype, shape and device, contiguous. What only the device knows is waited for once for all.
+    """
+    found: dict[str, torch.Tensor] = {}
+    marked: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # stored bits, and a mark at each that has changed
+    for name, (new, old) in weights.items():
+        word = _WORDS.get(new.element_size())
+        if word is None:
+            found |= {} if torch.equal(new, old) else {name: new}
+            continue
+        ours = new.reshape(-1).view(word)
+        marked[name] = ours, ours != old.reshape(-1).view(word)
+    counts = _numbers([changed.sum() for _, changed in marked.values()])
+    sparse: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # indices of changed entries, and distances
+    for (name, (ours, changed)), count in zip(marked.items(), counts, strict=True):
+        # indices are made of few entries only: they have eight bytes each
+        if count and count * (ours.itemsize + 2) < min(_bitmap_bytes(ours, count), ours.nbytes):
+            index = changed.nonzero().squeeze(1)
+            sparse[name] = index, torch.diff(index, prepend=index.new_tensor([-1]))
+    farthest = dict(zip(sparse, _numbers([distances.max() for _, distances in sparse.values()]), strict=True))
+    for (name, (ours, changed)), count in zip(marked.items(), counts, strict=True):
+        if not count:
+            continue
+        bitmap_bytes = _bitmap_bytes(ours, count)
+        if name in sparse:
+            index, distances = sparse[name]
+            if farthest[name] > _MOST:
+                index, distances = _in_reach(distances)
+            if len(distances) * (ours.itemsize + 2) < bitmap_bytes:
+                found[name + SPARSE] = _joined(ours[index], distances.to(torch.int16))
+                continue
+        if bitmap_bytes < ours.nbytes:
+            pairs = zip(ours.split(_CHUNK), changed.split(_CHUNK), strict=True)
+            found[name + BITMAP] = _joined(torch.cat([part[here] for part, here in pairs]), _packed(changed))
+        else:
+            found[name] = weights[name][0]
+    return found
 
 
-def _steps(ours: torch.Tensor, changed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries to send, unchanged ones between those that are far apart among them, and the distance of each."""
-    index = changed.nonzero().squeeze(1)
-    distances = torch.diff(index, prepend=index.new_tensor([-1]))
+def _numbers(scalars: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of a device, waited for once."""
+    return torch.stack([one.to(scalars[0].device) for one in scalars]).tolist() if scalars else []
+
+
+def _bitmap_bytes(entries: torch.Tensor, num_changed: int) -> int:
+    return num_changed * entries.itemsize + math.ceil(len(entries) / 8)
+
+
+def _in_reach(distances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of entries to send, unchanged ones between those that are far apart among them, and their distances."""
     between = (distances - 1) // _MOST  # unchanged entries to be sent before each
-    steps = torch.full((len(index) + int(between.sum()),), _MOST, dtype=torch.int64, device=ours.device)
+    steps = distances.new_full((len(distances) + int(between.sum()),), _MOST)
     steps[torch.cumsum(between + 1, 0) - 1] = distances - between * _MOST
-    return ours[torch.cumsum(steps, 0) - 1], steps.to(torch.int16)
+    return torch.cumsum(steps, 0) - 1, steps
 
 
 def _joined(entries: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -99,14 +125,16 @@ def entries_of(
         count, rest = divmod(len(sent), size + 2)
         steps = sent[count * size :].clone().view(torch.int16).long() & _MOST if not rest else sent.new_empty(0).long()
         where = torch.cumsum(steps, 0) - 1
-        if rest or not count or int(where[-1]) >= num_elements or not bool((steps > 0).all()):
+        last, least = _numbers([where[-1], steps.min()]) if len(steps) else (0, 0)
+        if rest or not least > 0 or last >= num_elements:
             raise ValueError(f"{len(sent)} bytes are no sparse delta of {num_elements} entries")
     else:
         count, rest = divmod(len(sent) - math.ceil(num_elements / 8), size)
         octets = sent[max(0, count) * size :].unsqueeze(1)
         bits = (octets >> torch.arange(8, dtype=torch.uint8, device=sent.device)) & 1
         where = bits.reshape(-1).bool()
-        if rest or int(where.sum()) != count or bool(where[num_elements:].any()):
+        marked, outside = _numbers([where.sum(), where[num_elements:].sum()])
+        if rest or marked != count or outside:
             raise ValueError(f"{len(sent)} bytes are no delta of {num_elements} entries with a bit for each")
         where = where[:num_elements]
     return where, sent[: count * size].clone().view(word)
@@ -116,17 +144,21 @@ def entries_of(
 
 
 class DeltaBase:
-    """Host copies of the weights that an engine was sent last, pinned for a GPU."""
+    """Host copies of the weights that an engine was sent last, pinned for a GPU.
+
+    Ordering: they are written in the present stream, and stand once `settle` returns.
+    """
 
     def __init__(self) -> None:
         self._copies: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def keep(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Copy weights to the host."""
+        """Begin to copy weights to the host."""
         copies = self._copies[_key(bucket)] = _like(bucket)
         for copy, (_, tensor) in zip(copies, bucket, strict=True):
             copy.copy_(tensor.detach(), non_blocking=True)
-        _settle(bucket)
+            self._note(tensor.device)
 
     def kept(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """The copies, a bucket at a time as they came."""
@@ -134,20 +166,44 @@ class DeltaBase:
             yield [(name, copy) for (name, _, _), copy in zip(key, copies, strict=True)]
 
     def changes(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The delta of weights from what is kept of them, which they replace. Raises: `TransferError` for others."""
+        """The delta of weights from what is kept of them, which they begin to replace.
+
+        Raises: `TransferError` for others than are kept.
+        """
         copies = self._copies.get(_key(bucket))
         if copies is None:
             raise TransferError(
                 f"{bucket[0][0]}, or one of {len(bucket)} weights from it on, was not sent before, or has another "
                 "dtype or shape than it had: all are sent the next time"
             )
-        found: dict[str, torch.Tensor] = {}
-        for copy, (name, tensor) in zip(copies, bucket, strict=True):
-            new = tensor.detach().contiguous()
-            found |= changes_of(name, new, copy.to(new.device, non_blocking=True))
-            copy.copy_(new, non_blocking=True)
-        _settle(bucket)
+        new = [tensor.detach().contiguous() for _, tensor in bucket]
+        old = [self._back(copy, one.device) for copy, one in zip(copies, new, strict=True)]
+        found = changes_of({name: (one, its) for (name, _), one, its in zip(bucket, new, old, strict=True)})
+        for copy, one in zip(copies, new, strict=True):
+            copy.copy_(one, non_blocking=True)
         return found
+
+    def settle(self) -> None:
+        """Wait for the copies."""
+        for device in self._streams:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _back(self, copy: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on its weights' device. It comes while those of the bucket before go the other way."""
+        if device.type != "cuda":
+            return copy
+        reading, present = self._note(device), torch.cuda.current_stream(device)
+        with torch.cuda.stream(reading):
+            there = copy.to(device, non_blocking=True)
+        present.wait_stream(reading)
+        there.record_stream(present)
+        return there
+
+    def _note(self, device: torch.device) -> Any:
+        """The stream in which copies come back to a GPU."""
+        if device.type == "cuda" and device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams.get(device)
 
 
 def _key(bucket: Sequence[tuple[str, torch.Tensor]]) -> tuple[Any, ...]:
@@ -165,23 +221,42 @@ def _like(bucket: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
     ]
 
 
-def _settle(bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-    for device in {tensor.device for _, tensor in bucket if tensor.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
+class BucketSums:
+    """Digests of the parts of weights that an engine's `regions` are of, as its device has them, a bucket at a time."""
 
+    def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
+        self._device = device
+        self._parts: dict[str, list[tuple[int, Region]]] = {}  # of each weight, by number
+        for number, region in enumerate(regions):
+            self._parts.setdefault(region[0], []).append((number, region))
+        self._planned: dict[tuple[str, ...], Digest] = {}
+        self._found: list[Digest] = []
+        self._number = len(regions)
 
-def sums_of(
-    bucket: Sequence[tuple[str, torch.Tensor]], regions: Sequence[Region], device: torch.device
-) -> dict[int, int]:
-    """Digests of those of the `regions` that are of a bucket's weights, by number, as an engine's device has them."""
-    given = dict(bucket)
-    parts = {}
-    for number, (name, shape, strides, offset, dtype) in enumerate(regions):
-        if name in given:
-            whole = given[name].detach().contiguous()
-            part = whole.as_strided(tuple(shape), tuple(strides), whole.storage_offset() + offset)
-            parts[str(number)] = part.to(device, getattr(torch, dtype)).contiguous()
-    return {int(number): value for number, value in Digest.of(parts).sums.items()} if parts else {}
+    def begin(self) -> None:
+        """Forget what has come."""
+        self._found = []
+
+    def add(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Digest a bucket's weights as they are now, queued on a GPU. Where they lie as before nothing is planned."""
+        parts = {}
+        for name, tensor in bucket:
+            whole = tensor.detach().contiguous()
+            for number, (_, shape, strides, offset, dtype) in self._parts.get(name, ()):
+                part = whole.as_strided(tuple(shape), tuple(strides), whole.storage_offset() + offset)
+                parts[str(number)] = part.to(self._device, getattr(torch, dtype)).contiguous()
+        if parts:
+            key = tuple(name for name, _ in bucket)
+            self._planned[key] = Digest.of(parts, self._planned.get(key))
+            self._found.append(self._planned[key])
+
+    def numbers(self) -> list[int]:
+        """The digest of each region, 0 for one whose weight has not come. Waits for them."""
+        found = [0] * self._number
+        for digest in self._found:
+            for number, value in digest.sums.items():
+                found[int(number)] = value
+        return found
 
 
 # ---- the engine's end ------------------------------------------------------------------------------------------------
@@ -244,7 +319,9 @@ class DeltaTarget:
             # by their bits: not every dtype can be written to by index, or chosen from
             target, word = copy.target, _WORDS[copy.target.dtype.itemsize]
             if copy.stride == contiguous_strides(copy.shape) and target.is_contiguous():
-                here, given = _within(where, bits, copy.offset, target.numel())
+                here, given = where, bits
+                if target.numel() < math.prod(shape):
+                    here, given = _within(where, bits, copy.offset, target.numel())
                 _write(target.view(-1).view(word), here, given.view(dtype).to(target.dtype).view(word))
                 continue
             if spread is None:

@@ -22,7 +22,7 @@ from colo.log import logger
 from colo.memory.digest import Digest
 from colo.memory.share import spec_of
 from colo.memory.specs import TensorSpec
-from colo.weights.delta import DeltaBase, Region, sums_of
+from colo.weights.delta import BucketSums, DeltaBase, Region
 from colo.weights.meeting import Meeting
 from colo.weights.transports.remote import PlanWords, Taken
 
@@ -43,6 +43,7 @@ class WeightsElsewhere:
             self._refuse("checksums of a CPU's memory and a GPU's are of different kinds")
         self._version: str | None = None  # of the base, while the workers hold it
         self._regions: list[list[Region]] = []  # of each worker's memory
+        self._sums: list[BucketSums] = []  # of each worker's regions
 
     def takes_changes(self) -> bool:
         """Begin to send changes: true if the workers hold what was sent last, and take some."""
@@ -51,15 +52,17 @@ class WeightsElsewhere:
 
     def send_changes(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send what has changed, once `takes_changes`. Raises: `TransferError`, also for other weights than before."""
-        sums = self._no_sums()
+        for of_worker in self._sums:
+            of_worker.begin()
 
         def changes() -> Iterator[tuple[str, torch.Tensor]]:
             for bucket in buckets(weights, bucket_bytes(self._link.device)):
-                self._add(sums, bucket)
+                self._sum(bucket)
                 yield from self._base.changes(bucket).items()
+            self._base.settle()
 
         self._send(changes(), changes=True)
-        self._attest(sums)
+        self._attest()
 
     def send(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send all of them, in a reload that has begun. Raises: `TransferError`; see also `WeightsFolder.write`."""
@@ -80,10 +83,10 @@ class WeightsElsewhere:
             self._refuse(refusal)
             return
         self._regions = [[tuple(region) for region in one.regions] for one in landed]
-        sums = self._no_sums()
+        self._sums = [BucketSums(regions, self._link.device) for regions in self._regions]
         for bucket in self._base.kept():
-            self._add(sums, bucket)
-        self._attest(sums)
+            self._sum(bucket)
+        self._attest()
 
     def _refuse(self, why: str) -> None:
         logger.warning("%s is sent all weights each time: %s", self._link.placement, why)
@@ -93,22 +96,19 @@ class WeightsElsewhere:
         for bucket in buckets(weights, bucket_bytes(self._link.device)):
             self._base.keep(bucket)
             yield from bucket
+        self._base.settle()
 
-    def _no_sums(self) -> list[list[int]]:
-        return [[0] * len(regions) for regions in self._regions]
+    def _sum(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
+        """Digest what each worker has of a bucket."""
+        for of_worker in self._sums:
+            of_worker.add(bucket)
 
-    def _add(self, sums: list[list[int]], bucket: list[tuple[str, torch.Tensor]]) -> None:
-        """Note the sums of what each worker has of a bucket."""
-        for of_worker, regions in zip(sums, self._regions, strict=True):
-            for number, value in sums_of(bucket, regions, self._link.device).items():
-                of_worker[number] = value
-
-    def _attest(self, sums: list[list[int]]) -> None:
+    def _attest(self) -> None:
         """Compare what the workers hold with what was sent, and take it for the base of changes."""
         version = secrets.token_hex(8)
         for rank, held in enumerate(self._link.call(wire.Attest(version=version))):
-            names = [region[0] for region in self._regions[rank]]
-            wrong = [name for name, one, other in zip(names, held, sums[rank], strict=True) if one != other]
+            names, sent = [region[0] for region in self._regions[rank]], self._sums[rank].numbers()
+            wrong = [name for name, one, other in zip(names, held, sent, strict=True) if one != other]
             if wrong:
                 raise TransferError(
                     f"{wrong[0]}, one of {len(dict.fromkeys(wrong))} weights, does not lie in rank {rank} as it is "
