@@ -72,6 +72,9 @@ def imitate_accelerator():
     import unsloth
 
     del sys.modules["vllm._C"]
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()  # those of this CPU, which may be that module
     import unsloth.models.llama
     import unsloth.models.loader
     import unsloth.models.rl
