@@ -13,7 +13,18 @@ SCRIPT = Path(__file__).parent / "unsloth_run.py"
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("unsloth"), reason="Unsloth is not installed: see docs/unsloth.md")
-@pytest.mark.parametrize("given", [[], ["--notebook"]], ids=["all", "notebook"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        pytest.param(
+            ["--four-bits"],
+            marks=pytest.mark.skipif(not find_spec("vllm_bnb_plugin"), reason="vllm-bnb-plugin is not installed"),
+        ),
+        ["--notebook"],
+    ],
+    ids=["all", "four bits", "notebook"],
+)
 def test_models_and_trainers_of_unsloths_are_shared_trained_and_given_back(cpu_build, tmp_path, given):
     done = subprocess.run(
         [sys.executable, SCRIPT, tmp_path, *given],

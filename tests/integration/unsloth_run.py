@@ -1,7 +1,8 @@
 """The real Unsloth under colo: python tests/integration/unsloth_run.py FOLDER [--shape tiny|0.6b] [--notebook]
 
-On a GPU as it is; on a CPU with an accelerator that is imitated, by functions that answer for it and without Unsloth's
-kernels. What is seen is printed, a line each, and the process fails where something is not as expected.
+`--four-bits` packs the base, `--compiled` starts vLLM as Unsloth does. On a GPU all is as it is; on a CPU with an
+accelerator that is imitated, by functions that answer for it and without Unsloth's kernels. What is seen is printed, a
+line each, and the process fails where something is not as expected.
 """
 
 import argparse
@@ -45,17 +46,17 @@ unexpected = []
 # ---- an accelerator, imitated ----------------------------------------------------------------------------------------
 
 
-def import_unsloth(folder):
+def import_unsloth(folder, *, four_bits=False):
     os.environ.update(
         UNSLOTH_DISABLE_STATISTICS="1", UNSLOTH_COMPILE_LOCATION=str(folder / "compiled"), HF_HUB_OFFLINE="1"
     )
     if HAS_GPU:
         import unsloth  # noqa: F401 - before all others
     else:
-        imitate_accelerator()
+        imitate_accelerator(four_bits=four_bits)
 
 
-def imitate_accelerator():
+def imitate_accelerator(*, four_bits):
     """Import Unsloth for a "cuda" that is not there: questions are answered, tensors stay on the CPU."""
     os.environ.update(UNSLOTH_ALLOW_CPU="1", UNSLOTH_FUSED_LORA_DROPOUT="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -93,6 +94,9 @@ def imitate_accelerator():
     unsloth.models.rl.PatchFastRL(FastLanguageModel=unsloth.FastLanguageModel)
     os.environ["UNSLOTH_ALLOW_CPU"] = "1"
     plugin.register()
+    if four_bits:  # vLLM's own loader packs them, here too
+        unsloth.models.loader.ALLOW_BITSANDBYTES = True
+        return
     start = vllm.LLM
     vllm.LLM = lambda **options: start(**options | {"load_format": "colo"})  # which packs no weights on a CPU
 
@@ -127,7 +131,7 @@ def checkpoint(folder, shape):
     torch.cuda.empty_cache()
 
 
-def load(folder, utilization):
+def load(folder, utilization, *, four_bits, compiled):
     from unsloth import FastLanguageModel
 
     checkpointing = "unsloth" if HAS_GPU else False
@@ -135,11 +139,11 @@ def load(folder, utilization):
         str(folder),
         max_seq_length=256,
         dtype=torch.bfloat16,
-        load_in_4bit=False,
+        load_in_4bit=four_bits,
         fast_inference=True,
         max_lora_rank=16,
         gpu_memory_utilization=utilization,
-        enforce_eager=True,
+        enforce_eager=not compiled,
         use_gradient_checkpointing=checkpointing,
     )
     model = FastLanguageModel.get_peft_model(
@@ -183,6 +187,13 @@ def trainer_of(model, tokenizer, folder):
     return GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=[even], args=args, train_dataset=data)
 
 
+def states_of(state):
+    """Tensors of bitsandbytes' state of a packed weight, those of the state of its scales too."""
+    if state is None:
+        return []
+    return [t for t in (state.absmax, state.code, state.offset) if t is not None] + states_of(state.state2)
+
+
 class Base:
     """The weights beneath the adapter: how many are vLLM's memory, and whether their bits are as before."""
 
@@ -195,8 +206,15 @@ class Base:
     def _weights(self):
         return [(name, p) for name, p in self._model.named_parameters() if "lora_" not in name]
 
+    @property
+    def num_packed(self):
+        return sum(hasattr(p, "quant_state") for _, p in self._weights())
+
     def _now(self):
-        return {name: int(p.detach().view(torch.int16).sum(dtype=torch.int64)) for name, p in self._weights()}
+        from colo.engines.buckets import bytes_of  # Unsloth is imported before
+
+        parts = {name: [p, *states_of(getattr(p, "quant_state", None))] for name, p in self._weights()}
+        return {name: [int(bytes_of(t).sum(dtype=torch.int64)) for t in tensors] for name, tensors in parts.items()}
 
     def show(self, when):
         weights = self._weights()
@@ -344,12 +362,14 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--four-bits", action="store_true", help="a base that vLLM packs as it loads it")
+    parser.add_argument("--compiled", action="store_true", help="start vLLM as Unsloth does, with CUDA graphs")
     parser.add_argument("--notebook", action="store_true", help="run the cells of the notebook, and nothing else")
     parser.add_argument("--utilization", type=float, default=0.3 if HAS_GPU else 0.05)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     standby = os.environ.get("UNSLOTH_VLLM_STANDBY", "0") == "1"
-    import_unsloth(given.folder)
+    import_unsloth(given.folder, four_bits=given.four_bits and not given.notebook)
     import trl
     import unsloth
     import vllm
@@ -361,9 +381,13 @@ def main():
     if given.notebook:
         notebook(given.folder.resolve())
         return end()
-    model, tokenizer = load(given.folder / "model", given.utilization)
-    show("loaded", f"{used()} in use")
+    started_s = time.time()
+    model, tokenizer = load(
+        given.folder / "model", given.utilization, four_bits=given.four_bits, compiled=given.compiled
+    )
+    show("loaded", f"{used()} in use, in {time.time() - started_s:.0f} s")
     base = Base(model)
+    show("packed weights", base.num_packed, expected=bool(base.num_packed) == given.four_bits)
     base.show("as made")
     shared(model, base, standby=standby)
     attached(model, tokenizer, base, given.folder)
