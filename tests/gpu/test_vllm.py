@@ -44,11 +44,13 @@ class TestOneCopy:
 
 
 def test_close_gives_the_memory_back_and_another_can_be_launched_then():
-    torch.cuda.empty_cache()
-    before = free_device_bytes(CUDA)
-    rt = launch(own_process=False)
-    train_step(rt, 0)
-    with rt.rollout():
-        assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
-    rt.close()
-    assert before - free_device_bytes(CUDA) < 600 * MIB  # workspaces of vLLM's libraries stay
+    free = []
+    for _ in range(2):  # what vLLM's libraries keep in this process they have after the first
+        rt = launch(own_process=False)
+        train_step(rt, 0)
+        with rt.rollout():
+            assert difference(rt.model, rt.generate(PROMPTS, max_tokens=16, temperature=0)) < 0.02
+        rt.close()
+        torch.cuda.empty_cache()
+        free.append(free_device_bytes(CUDA))
+    assert free[0] - free[1] < 600 * MIB  # a KV cache has 4 GiB
