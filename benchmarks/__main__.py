@@ -240,6 +240,8 @@ def sync() -> None:
     _shapes("0.6b", "8b"),
     click.option("--layers", type=click.IntRange(min=1), help="So many layers of the shape, on a CPU too."),
     click.option("--density", type=click.FloatRange(0, 1), default=0.01, help="Share of entries that a step changes."),
+    click.option("--server", metavar="URL", help="A server of yours, instead."),
+    click.option("--model", "model_name", metavar="MODEL", help="Its model, a folder or hub id."),
     device_option,
 )
 def publish() -> None:

@@ -5,6 +5,9 @@ slices, and changes of them as broadcasts. The limit beside it is the same bytes
 vLLM: a copy of the memory, a file written and read, a broadcast to another process. Where changes alone are sent,
 `density` of the entries change before each publication; the bandwidth is the one below which that is faster than
 sending everything. The server runs on this machine: its links are fast, and what colo itself takes shows.
+
+With `server` it is one of yours, of vLLM, SGLang or LMDeploy, on the trainer's device, which gets what `model` makes of
+random weights: a publication, and how long a whole turn to the rollout (with it) and to training takes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +30,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import SGD
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import colo
 from benchmarks.common import Record, Row, clear, median_s, timed
@@ -43,9 +47,24 @@ DEADLINE_S = 120.0
 REPEATS = 5
 
 
-def run(record: Record, *, shape: str, layers: int | None, density: float, device: str) -> None:
-    """Measure one shape, or some of its layers."""
+def run(
+    record: Record,
+    *,
+    shape: str,
+    layers: int | None,
+    density: float,
+    device: str,
+    server: str | None = None,
+    model_name: str | None = None,
+) -> None:
+    """Measure one shape, or some of its layers; or a `server` of that model, a folder or hub id."""
     target = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    if (server is None) is not (model_name is None):
+        raise ValueError("--server and --model go together: the URL of a server, and the model that it serves")
+    if server is not None:
+        record.benchmark = "publish to a server of yours"
+        record.add(_turns(record, server, AutoConfig.from_pretrained(model_name), target))
+        return
     config = shape_of(shape, target, layers=layers)
     with target:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -94,6 +113,32 @@ def _row(way: str, model: nn.Module, url: str, through: Any, density: float, byt
     clear(device)
     link_s = sent_bytes / bytes_per_s
     return {"way": way, "bytes": sent_bytes, "median_s": median, "link_s": link_s, "of_link": median / link_s}
+
+
+def _turns(record: Record, url: str, config: Any, device: torch.device) -> Row:
+    """Turns of a server and a trainer of random weights on one device: medians, in seconds."""
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.bfloat16)
+    weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    record.limit |= {"weights_mib": weights_bytes / MIB, "memory_gb_per_s": device_copy_bytes_per_s(device) / 1e9}
+    seconds: dict[str, list[float]] = {"publication_s": [], "to_rollout_s": [], "to_train_s": []}
+    with (
+        closing(colo.connect(url, device=device, deadline_s=DEADLINE_S)) as engine,
+        colo.share(engine, model, SGD(model.parameters(), lr=0.0)) as rt,
+    ):
+        for number in range(REPEATS + 1):  # the first is not measured
+            record.tell(f"turn {number + 1} of {REPEATS + 1}")
+            began_s = time.perf_counter()
+            with rt.train():
+                seconds["to_train_s"].append(time.perf_counter() - began_s)
+                with torch.no_grad():
+                    next(model.parameters()).mul_(1)  # another version of the same weights
+            began_s = time.perf_counter()
+            with rt.rollout():
+                seconds["to_rollout_s"].append(time.perf_counter() - began_s)
+            seconds["publication_s"].append(rt.publications[-1].seconds)
+        row: Row = {"way": "a server of yours", "bytes": rt.publications[-1].num_bytes}
+    return row | {name: statistics.median(of[1:]) for name, of in seconds.items()}
 
 
 def change(model: nn.Module, density: float, *, seed: int) -> None:

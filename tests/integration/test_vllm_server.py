@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import threading
 import time
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
 import colo
+from benchmarks.__main__ import app as benchmarks
 from colo.cli import app
 from colo.config import RuntimeConfig, Weights
 from colo.engine import AdapterWeights, EngineState
@@ -35,6 +37,7 @@ from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Uns
 from colo.memory.share import Exported, spec_of
 from colo.memory.specs import Manifest
 from colo.runtime.carried import Carried
+from colo.units import MIB
 from colo.weights.meeting import GroupEnd
 from colo.weights.transports.buffer import SenderBuffer
 from colo.weights.transports.remote import Taken
@@ -431,6 +434,19 @@ def elsewhere(server, model, tmp_path):
     engine = colo.connect(server.url, deadline_s=DEADLINE_S, through=folder)
     with colo.share(engine, model, AdamW(model.parameters(), lr=1e-2)) as rt:
         yield rt, folder
+
+
+def test_the_benchmark_of_publications_takes_turns_with_a_server_of_yours(server, folder, tmp_path):
+    given = ["publish", "--server", server.url, "--device", "cpu"]
+    told = CliRunner().invoke(benchmarks, [*given, "--model", str(folder), "--json", str(tmp_path / "r.json")])
+    assert told.exit_code == 0, told.output
+    record = json.loads((tmp_path / "r.json").read_text())
+    (row,) = record["rows"]
+    assert row["bytes"] == record["limit"]["weights_mib"] * MIB
+    assert 0 < row["publication_s"] < row["to_rollout_s"] and row["to_train_s"] > 0
+    assert f"--server {server.url} --model {folder}" in record["command"]
+    told = CliRunner().invoke(benchmarks, given)
+    assert isinstance(told.exception, ValueError) and "--server and --model go together" in str(told.exception)
 
 
 def test_a_server_elsewhere_reads_versions_of_weights(elsewhere, server, prompts, mismatch):
