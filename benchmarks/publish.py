@@ -109,7 +109,7 @@ def _row(way: str, model: nn.Module, url: str, through: Any, density: float, byt
             with rt.rollout():
                 pass
             seconds.append(rt.publications[-1].seconds)
-        sent_bytes, median = rt.publications[-1].num_bytes, sorted(seconds)[REPEATS // 2]
+        sent_bytes, median = rt.publications[-1].num_bytes, statistics.median(seconds)
     clear(device)
     link_s = sent_bytes / bytes_per_s
     return {"way": way, "bytes": sent_bytes, "median_s": median, "link_s": link_s, "of_link": median / link_s}

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from colo.errors import TransferError, Unsupported
+from colo.memory.copy_plan import wait_for_queued
 from colo.memory.digest import Digest
 from colo.memory.load_plan import Copy, LoadPlan, contiguous_strides
 
@@ -151,14 +152,15 @@ class DeltaBase:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._devices: set[torch.device] = set()
+        self._reading: dict[torch.device, torch.cuda.Stream] = {}
 
     def keep(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Begin to copy weights to the host."""
         copies = self._copies[_key(bucket)] = _like(bucket)
         for copy, (_, tensor) in zip(copies, bucket, strict=True):
             copy.copy_(tensor.detach(), non_blocking=True)
-            self._note(tensor.device)
+            self._devices.add(tensor.device)
 
     def kept(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """The copies, a bucket at a time as they came."""
@@ -185,25 +187,21 @@ class DeltaBase:
 
     def settle(self) -> None:
         """Wait for the copies."""
-        for device in self._streams:
-            torch.cuda.current_stream(device).synchronize()
+        for device in self._devices:
+            wait_for_queued(device)
 
     def _back(self, copy: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A copy on its weights' device. It comes while those of the bucket before go the other way."""
         if device.type != "cuda":
             return copy
-        reading, present = self._note(device), torch.cuda.current_stream(device)
+        if device not in self._reading:
+            self._reading[device] = torch.cuda.Stream(device)
+        reading, present = self._reading[device], torch.cuda.current_stream(device)
         with torch.cuda.stream(reading):
             there = copy.to(device, non_blocking=True)
         present.wait_stream(reading)
         there.record_stream(present)
         return there
-
-    def _note(self, device: torch.device) -> Any:
-        """The stream in which copies come back to a GPU."""
-        if device.type == "cuda" and device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams.get(device)
 
 
 def _key(bucket: Sequence[tuple[str, torch.Tensor]]) -> tuple[Any, ...]:
@@ -225,38 +223,44 @@ class BucketSums:
     """Digests of the parts of weights that an engine's `regions` are of, as its device has them, a bucket at a time."""
 
     def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
+        self.names = [region[0] for region in regions]
+        """The weight that each region is of."""
+
         self._device = device
-        self._parts: dict[str, list[tuple[int, Region]]] = {}  # of each weight, by number
+        self._regions: dict[str, list[tuple[int, Region]]] = {}  # of each weight, by number
         for number, region in enumerate(regions):
-            self._parts.setdefault(region[0], []).append((number, region))
+            self._regions.setdefault(region[0], []).append((number, region))
         self._planned: dict[tuple[str, ...], Digest] = {}
-        self._found: list[Digest] = []
-        self._number = len(regions)
+        self._queued: list[Digest] = []
+        self._known: dict[str, int] = {}
 
     def begin(self) -> None:
         """Forget what has come."""
-        self._found = []
+        self._queued, self._known = [], {}
 
     def add(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Digest a bucket's weights as they are now, queued on a GPU. Where they lie as before nothing is planned."""
         parts = {}
         for name, tensor in bucket:
             whole = tensor.detach().contiguous()
-            for number, (_, shape, strides, offset, dtype) in self._parts.get(name, ()):
+            for number, (_, shape, strides, offset, dtype) in self._regions.get(name, ()):
                 part = whole.as_strided(tuple(shape), tuple(strides), whole.storage_offset() + offset)
                 parts[str(number)] = part.to(self._device, getattr(torch, dtype)).contiguous()
-        if parts:
-            key = tuple(name for name, _ in bucket)
-            self._planned[key] = Digest.of(parts, self._planned.get(key))
-            self._found.append(self._planned[key])
+        if not parts:
+            return
+        key = tuple(name for name, _ in bucket)
+        digest = Digest.of(parts, self._planned.get(key))
+        if self._device.type == "cuda":
+            self._planned[key] = digest
+            self._queued.append(digest)
+        else:  # it has read all, and would keep copies of what was cast
+            self._known |= digest.sums
 
     def numbers(self) -> list[int]:
         """The digest of each region, 0 for one whose weight has not come. Waits for them."""
-        found = [0] * self._number
-        for digest in self._found:
-            for number, value in digest.sums.items():
-                found[int(number)] = value
-        return found
+        for digest in self._queued:
+            self._known |= digest.sums
+        return [self._known.get(str(number), 0) for number in range(len(self.names))]
 
 
 # ---- the engine's end ------------------------------------------------------------------------------------------------

@@ -44,8 +44,9 @@ class TestOneCopy:
 
 
 def test_close_gives_the_memory_back_and_another_can_be_launched_then():
-    free = []
-    for _ in range(2):  # what vLLM's libraries keep in this process they have after the first
+    torch.cuda.empty_cache()
+    free = [free_device_bytes(CUDA)]
+    for _ in range(2):
         rt = launch(own_process=False)
         train_step(rt, 0)
         with rt.rollout():
@@ -53,4 +54,5 @@ def test_close_gives_the_memory_back_and_another_can_be_launched_then():
         rt.close()
         torch.cuda.empty_cache()
         free.append(free_device_bytes(CUDA))
-    assert free[0] - free[1] < 600 * MIB  # a KV cache has 4 GiB
+    assert free[0] - free[1] < KV_CACHE_BYTES // 4  # what vLLM's libraries keep in a process: 616 MiB on an H200
+    assert free[1] - free[2] < 600 * MIB

@@ -22,7 +22,7 @@ from colo.log import logger
 from colo.memory.digest import Digest
 from colo.memory.share import spec_of
 from colo.memory.specs import TensorSpec
-from colo.weights.delta import BucketSums, DeltaBase, Region
+from colo.weights.delta import BucketSums, DeltaBase
 from colo.weights.meeting import Meeting
 from colo.weights.transports.remote import PlanWords, Taken
 
@@ -42,8 +42,7 @@ class WeightsElsewhere:
         if link.through.delta and any((info.device == "cpu") is not (link.device.type == "cpu") for info in link.infos):
             self._refuse("checksums of a CPU's memory and a GPU's are of different kinds")
         self._version: str | None = None  # of the base, while the workers hold it
-        self._regions: list[list[Region]] = []  # of each worker's memory
-        self._sums: list[BucketSums] = []  # of each worker's regions
+        self._sums: list[BucketSums] = []  # of each worker's memory
 
     def takes_changes(self) -> bool:
         """Begin to send changes: true if the workers hold what was sent last, and take some."""
@@ -82,8 +81,7 @@ class WeightsElsewhere:
         if refusal := next((one.refusal for one in landed if one.refusal is not None), None):
             self._refuse(refusal)
             return
-        self._regions = [[tuple(region) for region in one.regions] for one in landed]
-        self._sums = [BucketSums(regions, self._link.device) for regions in self._regions]
+        self._sums = [BucketSums([tuple(region) for region in one.regions], self._link.device) for one in landed]
         for bucket in self._base.kept():
             self._sum(bucket)
         self._attest()
@@ -107,8 +105,8 @@ class WeightsElsewhere:
         """Compare what the workers hold with what was sent, and take it for the base of changes."""
         version = secrets.token_hex(8)
         for rank, held in enumerate(self._link.call(wire.Attest(version=version))):
-            names, sent = [region[0] for region in self._regions[rank]], self._sums[rank].numbers()
-            wrong = [name for name, one, other in zip(names, held, sent, strict=True) if one != other]
+            sums = self._sums[rank]
+            wrong = [name for name, one, other in zip(sums.names, held, sums.numbers(), strict=True) if one != other]
             if wrong:
                 raise TransferError(
                     f"{wrong[0]}, one of {len(dict.fromkeys(wrong))} weights, does not lie in rank {rank} as it is "
