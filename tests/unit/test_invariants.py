@@ -32,14 +32,21 @@ from colo.rl import loop
 from colo.testing import FakeDevice, FakeSegment
 from colo.units import GIB, MIB
 from tests import unchanged
+from tests.frozen import freeze, thaw
 
 ROOT = Path(colo.__file__).parent.parent
 CUDA = torch.device("cuda", 0)
 
 
 def test_a_changed_class_function_or_setting_is_seen(monkeypatch):
+    short_lived = [[]]
+    freeze()
     before = unchanged.settings(), unchanged.attributes()
+    short_lived.clear()  # what was frozen may still die
     assert unchanged.differences(before, (unchanged.settings(), unchanged.attributes())) == {}
+    thaw()
+    assert unchanged.differences(before, (unchanged.settings(), before[1])).keys() == {"garbage"}
+    freeze()
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x)
     monkeypatch.setattr(torch.Tensor, "by_colo", property(lambda tensor: 1), raising=False)
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: None)
