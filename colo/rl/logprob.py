@@ -250,18 +250,26 @@ def _plain_head(model: nn.Module) -> nn.Linear | str:
     """The LM head, or why its logits cannot be computed from its weight."""
     find = getattr(model, "get_output_embeddings", None)
     head = None if find is None else find()
-    named = f"the LM head is {type(head).__name__}"
-    if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
-        return f"{named}, not a plain linear layer: leave it out of the adapter's and quantizer's target modules"
-    # bitsandbytes and PEFT subclass or patch `forward`
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        return f"{named} with a forward of its own"
+    if (why := why_not_linear(head)) is not None:
+        return why
+    assert isinstance(head, nn.Linear)
     # a hook may change what the weight alone would give
     if head._forward_hooks or head._forward_pre_hooks:
-        return f"{named} with hooks on its forward"
+        return f"the LM head is {type(head).__name__} with hooks on its forward"
     if is_dtensor(head.weight):
         return "the weight of the LM head is sharded over ranks"
     return head
+
+
+def why_not_linear(head: Any) -> str | None:
+    """Say why an LM head computes something else than its weight and bias alone give, or `None` if it does not."""
+    named = f"the LM head is {type(head).__name__}"
+    if not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
+        return f"{named}, not a plain linear layer: leave it out of the adapter's and quantizer's target modules"
+    # bitsandbytes and PEFT subclass or patch `forward`, and so do models
+    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        return f"{named} with a forward of its own"
+    return None
 
 
 def _run(model: Any, input_ids_BT: Tensor, attention_mask_BT: Tensor, seen: SeenPass | None = None) -> Any:
@@ -309,7 +317,7 @@ class SeenPass:
         """Put hooks on the head for the passes within, in which it computes the last position only."""
         handles = [
             self._head.register_forward_pre_hook(self._before_head),
-            self._head.register_forward_hook(self._after_head),
+            self._head.register_forward_hook(self._after_head, prepend=True),  # others' hooks are steps
         ]
         try:
             yield

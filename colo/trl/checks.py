@@ -21,7 +21,7 @@ from colo import unsloth
 from colo.errors import Unsupported
 from colo.memory.storage import is_dtensor
 from colo.rl.logit_tiles import LogitStep
-from colo.rl.logprob import SeenPass
+from colo.rl.logprob import SeenPass, why_not_linear
 from colo.rl.rewards import check_rewards
 from colo.weights.mismatch import evaluating
 
@@ -307,9 +307,9 @@ def check_fused_head(model: Any) -> None:
     # TRL replaces `forward` by a closure, whose variables are what it has read from the config
     known = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
     head = base.get_output_embeddings()
-    if "logit_scale" not in known or not isinstance(head, torch.nn.Linear) or any(map(is_dtensor, base.parameters())):
+    if "logit_scale" not in known or head is None or any(map(is_dtensor, base.parameters())):
         return
-    why = _why_not(base, head, known["logit_scale"], known.get("final_logit_softcapping"))
+    why = why_not_linear(head) or _why_not(base, head, known["logit_scale"], known.get("final_logit_softcapping"))
     if why is not None:
         raise Unsupported(
             f"TRL would train {type(base).__name__} on other log-probabilities than its own: its fused LM head knows "

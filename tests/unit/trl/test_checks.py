@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 
@@ -24,10 +25,12 @@ from colo.trl.checks import (
     check_checkpoint,
     check_columns,
     check_contract,
+    check_fused_head,
     check_output,
     check_trainer,
     checked,
 )
+from tests.models import tiny_qwen3
 from tests.trainers import ALPHABET, SMALL_CACHE, options, sums, trained
 
 VERSION = re.escape(importlib.metadata.version("trl"))
@@ -329,3 +332,95 @@ def test_a_missing_column_is_named_before_a_model_is_loaded(tmp_path):
     args = ColoGRPOConfig(**options(tmp_path), fast_inference=True, colo_engine="torch")
     with pytest.raises(ValueError, match="takes answer, and the dataset has prompt"):
         ColoGRPOTrainer("no/such-model", answered, args, train_dataset=sums().remove_columns("answer"))
+
+
+# ---- TRL's fused LM head ---------------------------------------------------------------------------------------------
+
+
+class OwnForward(torch.nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden) * 2
+
+
+class NoLinear(torch.nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.weight, self.bias = head.weight, None
+
+    def forward(self, hidden):
+        return (hidden @ self.weight.T).tanh()
+
+
+def own_class(model):
+    model.lm_head.__class__ = OwnForward
+
+
+def own_attribute(model):
+    plain = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: plain(hidden) + 1
+
+
+def no_linear(model):
+    model.lm_head = NoLinear(model.lm_head)
+
+
+def scaled_after(model):
+    model.lm_head.register_forward_hook(lambda head, given, logits: logits * 2)
+
+
+def scaled_before(model):
+    model.lm_head.register_forward_pre_hook(lambda head, given: (given[0] * 2,))
+
+
+def scaled_outside(model):
+    model.register_forward_hook(lambda whole, given, output: type(output)(logits=output.logits * 2))
+
+
+def cast(model):
+    """As TRL does for `cast_lm_head_to_fp32`."""
+    model.lm_head.register_forward_pre_hook(lambda head, given: (given[0].to(torch.float32),))
+
+
+def observed(model):
+    model.lm_head.register_forward_hook(lambda head, given, logits: None)
+
+
+def parametrized(model):
+    register_parametrization(model.lm_head, "weight", torch.nn.Identity())
+
+
+@pytest.fixture
+def fused():
+    model = AutoModelForCausalLM.from_config(tiny_qwen3(), dtype=torch.float32)
+    utils = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this TRL has another head")
+    utils.add_fused_lm_head(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (own_class, "the LM head is OwnForward with a forward of its own"),
+        (own_attribute, "the LM head is Linear with a forward of its own"),
+        (no_linear, "the LM head is NoLinear, not a plain linear layer"),
+        (scaled_after, r"this model's logits are 2 \* logits, where TRL reads 1 \* logits"),
+        (scaled_before, r"this model's logits are 2 \* logits, where TRL reads 1 \* logits"),
+        (scaled_outside, r"this model's logits are 2 \* logits, where TRL reads 1 \* logits"),
+    ],
+)
+def test_a_head_that_is_more_than_a_linear_layer_is_refused(fused, change, why):
+    change(fused)
+    with pytest.raises(Unsupported, match=f"on other log-probabilities than its own: .*{why}"):
+        check_fused_head(fused)
+
+
+@pytest.mark.parametrize("change", [cast, observed, parametrized])
+def test_a_head_that_computes_what_its_weight_does_is_taken(fused, change):
+    change(fused)
+    check_fused_head(fused)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        own = fused(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        assert torch.allclose(fused(input_ids=ids, labels=ids, fused_lm_head=True).log_probs, own, atol=1e-5)
