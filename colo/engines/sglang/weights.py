@@ -38,6 +38,7 @@ _DOWN = (".down_proj.weight", ".w2.weight")
 _BASE = ".base_layer."  # in names of modules that take adapters
 
 _WORD, _MASK = 0xFFFFFFFF, (1 << 64) - 1
+_CHUNK = 8192 * 1024  # words of a GPU that are mixed at once: a few temporary copies of 32 MiB
 
 
 # ---- what the engine has -------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class Expected:
     """Checksums that the parameters of each rank have to have, added up while weights pass in any order."""
 
     layout: EngineLayout
-    sums: list[dict[str, str]] = field(default_factory=list)
+    sums: list[dict[str, str | torch.Tensor]] = field(default_factory=list)  # for each rank
     _waiting: dict[str, torch.Tensor] = field(default_factory=dict)
     _owners: dict[str, str] = field(default_factory=dict)
 
@@ -134,7 +135,7 @@ class Expected:
         wrong = [
             name + (f" of rank {rank}" if rank else "")
             for rank, sums in enumerate(self.sums)
-            for name, value in sums.items()
+            for name, value in settled(sums).items()
             if rank >= len(held) or held[rank].get(name) != value
         ]
         if wrong:
@@ -145,53 +146,74 @@ class Expected:
             )
 
 
-def checksum(parts: Sequence[torch.Tensor]) -> str:
-    """SGLang's checksum of a parameter made of `parts`, 16 hexadecimal digits; it depends on the kind of device."""
+def checksum(parts: Sequence[torch.Tensor]) -> str | torch.Tensor:
+    """SGLang's checksum of a parameter made of `parts`; it depends on the kind of device: see `settled`."""
     if parts[0].device.type == "cuda":
-        return f"{_gpu_hash(bytes_of(torch.cat(list(parts)))):016x}"
+        return _sum_of_tiles(bytes_of(torch.cat(list(parts))))
     found = hashlib.sha256()
     for part in parts:
         found.update(bytes_of(part).numpy().data)
     return found.hexdigest()[:16]
 
 
-def _gpu_hash(data: torch.Tensor) -> int:
-    """`gpu_tensor_hash` of SGLang (sglang/kernels/ops/memory/gpu_tensor_hash.py) in torch's own operations.
+def settled(sums: Mapping[str, str | torch.Tensor]) -> dict[str, str]:
+    """Checksums as 16 hexadecimal digits, once the GPU has found all of them."""
+    queued = {name: value for name, value in sums.items() if isinstance(value, torch.Tensor)}
+    values = torch.stack(list(queued.values())).tolist() if queued else []
+    found = {name: f"{_mixed(value & _MASK):016x}" for name, value in zip(queued, values, strict=True)}
+    return {name: found[name] if isinstance(value, torch.Tensor) else value for name, value in sums.items()}
+
+
+def _sum_of_tiles(data: torch.Tensor) -> torch.Tensor:
+    """`gpu_tensor_hash` of SGLang (sglang/kernels/ops/memory/gpu_tensor_hash.py) but for its last step, `_mixed`.
 
     Each word of 32 bits is mixed with its position, twice; tiles of 8192 words are summed and mixed, and the tiles'
-    values, of 64 bits, summed and mixed.
+    values, of 64 bits, summed. In torch's own operations on signed words: sums and products wrap as unsigned ones do,
+    and nothing is waited for.
     """
-    seed, tile, chunk = 0x243F6A88, 8192, 8192 * 512
+    seed, tile = 0x243F6A88, 8192
     spare = -data.numel() % 4
     words = (torch.cat([data, data.new_zeros(spare)]) if spare else data).view(torch.int32)
-    total = 0
-    for start in range(0, words.numel(), chunk):
-        part = words[start : start + chunk].long() & _WORD
-        index = torch.arange(start, start + part.numel(), device=data.device)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK]
+        index = torch.arange(part.numel(), dtype=torch.int32, device=data.device) + _signed(start)
         halves = []
         for seeded, factor, turns in (
             (seed, 0x27D4EB2D, 15),
-            ((seed * 0x9E3779B1 ^ 0xDEADBEEF) & _WORD, 0x165667B1, 13),
+            (seed * 0x9E3779B1 ^ 0xDEADBEEF, 0x165667B1, 13),
         ):
-            rotated = ((index << turns) | (index >> (32 - turns))) & _WORD
-            mixed = _fmix32(part ^ ((index * factor + seeded) & _WORD) ^ rotated)
-            mixed = torch.cat([mixed, mixed.new_zeros(-mixed.numel() % tile)]).view(-1, tile).sum(1) & _WORD
-            halves.append(_fmix32(mixed ^ (words.numel() * 4 & _WORD)))
-        # in Python's integers: 64 bits without a sign
-        total += sum((high << 32) | low for high, low in zip(*(half.tolist() for half in halves), strict=True))
-    total &= _MASK
+            mixed = _right(index, 32 - turns).bitwise_or_(index << turns)
+            mixed.bitwise_xor_((index * _signed(factor)).add_(_signed(seeded))).bitwise_xor_(part)
+            mixed = _fmix32(mixed)
+            mixed = torch.nn.functional.pad(mixed, (0, -mixed.numel() % tile)).view(-1, tile).sum(1).int()
+            halves.append(_fmix32(mixed.bitwise_xor_(_signed(words.numel() * 4))).long())
+        total += ((halves[0] << 32) | (halves[1] & _WORD)).sum()
+    return total
+
+
+def _mixed(total: int) -> int:
+    """Splitmix64's last step."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         total = ((total ^ total >> shift) * factor) & _MASK
     return total ^ total >> 31
 
 
 def _fmix32(value: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's last step, of words in int64: products wrap, and their low 32 bits are right."""
-    value = value ^ (value >> 16)
-    value = (value * 0x85EBCA6B) & _WORD
-    value = value ^ (value >> 13)
-    value = (value * 0xC2B2AE35) & _WORD
-    return value ^ (value >> 16)
+    """MurmurHash3's last step, of int32 words, which it writes."""
+    value.bitwise_xor_(_right(value, 16)).mul_(_signed(0x85EBCA6B))
+    value.bitwise_xor_(_right(value, 13)).mul_(_signed(0xC2B2AE35))
+    return value.bitwise_xor_(_right(value, 16))
+
+
+def _right(words: torch.Tensor, places: int) -> torch.Tensor:
+    """Shift int32 words to the right as unsigned ones."""
+    return (words >> places).bitwise_and_((1 << (32 - places)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int32 that has the lower 32 bits of a number."""
+    return ((word & _WORD) ^ (1 << 31)) - (1 << 31)
 
 
 # ---- buckets -------------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import torch
 
 from colo.engine import AdapterWeights
 from colo.engines.buckets import Slab
+from colo.engines.sglang import weights as sglang_weights
 from colo.engines.sglang.ranks import Ranks
-from colo.engines.sglang.weights import EngineLayout, Expected, _gpu_hash, adapter_as_taken, payloads
+from colo.engines.sglang.weights import EngineLayout, Expected, adapter_as_taken, payloads, settled
 from colo.errors import TransferError, Unsupported
 from colo.memory.specs import TensorSpec
 
@@ -186,7 +187,11 @@ def plain_hash(data):
     return total ^ total >> 31
 
 
-@pytest.mark.parametrize("size", [1, 4, 1000, 4 * 8192, 4 * 8192 * 2 + 3])
-def test_the_hash_of_a_gpu_is_sglangs(size):
-    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    assert _gpu_hash(data) == plain_hash(data.numpy().tobytes())
+@pytest.mark.parametrize("chunk", [8192, 16384])
+def test_the_hash_of_a_gpu_is_sglangs(monkeypatch, chunk):
+    monkeypatch.setattr(sglang_weights, "_CHUNK", chunk)
+    held = {n: torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (1, 4, 1000, 4 * 8192, 4 * 8192 * 2 + 3)}
+    queued = {str(n): sglang_weights._sum_of_tiles(data) for n, data in held.items()}
+    found = settled(queued | {"of a CPU": "0123456789abcdef"})
+    assert found.pop("of a CPU") == "0123456789abcdef"
+    assert found == {str(n): f"{plain_hash(data.numpy().tobytes()):016x}" for n, data in held.items()}
