@@ -279,6 +279,7 @@ class DeltaTarget:
 
         self._sources = plan.sources
         self._copies = plan.runs
+        self._digest: Digest | None = None  # of the last `sums`, whose plan is used again
         self._by_name: dict[str, list[Copy]] = {}
         for copy in plan.runs:
             self._by_name.setdefault(copy.name, []).append(copy)
@@ -309,7 +310,9 @@ class DeltaTarget:
 
     def sums(self) -> list[int]:
         """A digest of each region as it lies in the worker's memory."""
-        return list(Digest.of({str(n): copy.target.contiguous() for n, copy in enumerate(self._copies)}).sums.values())
+        held = {str(number): copy.target for number, copy in enumerate(self._copies)}
+        self._digest = Digest.of(held, self._digest)
+        return list(self._digest.sums.values())
 
     def _apply(self, name: str, kind: str, sent: torch.Tensor) -> None:
         dtype, shape = self._sources[name]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from colo.engines.buckets import bytes_of
 from colo.errors import TransferError, Unsupported
+from colo.memory import digest
 from colo.memory.load_plan import LoadPlan
 from colo.optim import MasterWeights
 from colo.weights import delta
@@ -139,6 +140,30 @@ def test_values_are_converted_as_the_loader_converts_them():
     assert sums.numbers() == target.sums()
     sums.begin()  # what has not come again is not taken for what came before
     assert sums.numbers() == [0]
+
+
+def test_what_an_engine_holds_is_planned_once_and_read_each_time(monkeypatch):
+    fused = torch.zeros(6, 8)
+    held = {"left": fused[:, :4], "right": fused[:, 4:]}  # columns of one parameter
+    sources = {name: random_bits((6, 4), torch.float32, 5) for name in held}
+
+    def load(weights):
+        for name, weight in weights:
+            held[name].copy_(weight)
+
+    target = DeltaTarget(LoadPlan.record(load, sources, {"fused": fused}))
+    sums, planned, seen = BucketSums(target.regions, CPU), [], []
+    prepared = digest._Prepared
+    monkeypatch.setattr(digest, "_Prepared", lambda tensors: planned.append(len(tensors)) or prepared(tensors))
+    for number in range(3):
+        load(sources.items())
+        seen.append(target.sums())
+        sums.begin()
+        sums.add(list(sources.items()))
+        assert sums.numbers() == seen[-1]
+        sources["right"] = changed(sources["right"], 0.1, number)
+    assert len({left for left, _ in seen}) == 1 and len({right for _, right in seen}) == 3
+    assert len(planned) == 1 + 3  # the trainer's, of which a CPU keeps none
 
 
 def test_what_is_no_delta_of_a_weight_is_refused_and_nothing_is_written():
