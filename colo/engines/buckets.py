@@ -1,7 +1,7 @@
 """Weights on their way to a server of this machine: buckets, the slab that they lie in, and what is pickled of them.
 
-On a CPU the bytes travel within a request. On a GPU they lie in parts of one slab in turn, and a CUDA IPC handle
-travels. Payloads are pickled, as servers want them; nothing of a server's is ever unpickled here.
+On a CPU the bytes travel within a request. On a GPU they lie in one slab, each in its turn, and a CUDA IPC
+handle travels. Payloads are pickled, as servers want them; nothing of a server's is ever unpickled here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ BUCKET_BYTES = 64 * MIB
 """Bytes of a request's tensors, which on a CPU travel within it."""
 
 GPU_BUCKET_BYTES = 256 * MIB
-"""Bytes of a part of a GPU's slab: a server takes some 30 ms for a request, and to say that it has read it."""
+"""Bytes of a broadcast, of which two may be under way."""
+
+GPU_SLAB_BYTES = 512 * MIB
+"""Bytes of a GPU's slab, all of which a request tells of: SGLang takes some 12 ms for it, and as long to say that it
+has read them, however many they are.
+"""
 
 ALIGNMENT_BYTES = 16
 """Bytes that a tensor begins at a multiple of: servers look at bytes as another dtype."""
@@ -62,44 +67,42 @@ def fill(
 
 
 class Slab:
-    """Memory that buckets are copied into: on a GPU `num_parts` in turn, on a CPU new memory for each.
+    """Memory that one bucket after another is copied into: on a GPU the same, on a CPU new memory for each.
 
     Ownership: owns the memory until `close`.
     """
 
-    def __init__(self, device: torch.device, *, num_parts: int, size_bytes: int = BUCKET_BYTES) -> None:
-        self.device = device
-        self.whole: torch.Tensor | None = None  # all parts
-        self._num_parts, self._part_bytes = num_parts, size_bytes
-        self._num_filled = 0
+    def __init__(self, device: torch.device, *, size_bytes: int = BUCKET_BYTES) -> None:
+        """`size_bytes` is what a bucket may have at most, but for one larger tensor."""
+        self.device, self.size_bytes = device, size_bytes
+        self.whole: torch.Tensor | None = None
+        self._is_filled = False
 
     def fill(
         self, bucket: Sequence[tuple[str, torch.Tensor]], fence: Callable[[], object] = lambda: None
     ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor, int]]]:
         """Copy a bucket's tensors one after another; return the bytes, and where each begins in them.
 
-        Ordering: `fence` is called before a part is written again, and must wait until the server has read it.
+        Ordering: `fence` is called before memory is written again, and must wait until the server has read it.
         """
         memory = self._memory(sum(align_up(tensor.nbytes, ALIGNMENT_BYTES) for _, tensor in bucket), fence)
         return memory, fill(memory, bucket)
 
     def close(self) -> None:
         """Let go of the memory, until it is filled again. Idempotent."""
-        self.whole = None
+        self.whole, self._is_filled = None, False
 
     def _memory(self, size_bytes: int, fence: Callable[[], object]) -> torch.Tensor:
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             self.whole = torch.zeros(size_bytes, dtype=torch.uint8)
             return self.whole
-        if self._num_filled >= self._num_parts or size_bytes > self._part_bytes:
+        if self._is_filled:
             fence()
-        if self.whole is None or size_bytes > self._part_bytes:
-            self._part_bytes = max(self._part_bytes, size_bytes)
-            self.whole = torch.empty(self._num_parts * self._part_bytes, dtype=torch.uint8, device=self.device)
-            self._num_filled = 0
-        start = self._num_filled % self._num_parts * self._part_bytes
-        self._num_filled += 1
-        return self.whole[start : start + size_bytes]
+        if self.whole is None or size_bytes > len(self.whole):
+            self.whole = None  # before there are two
+            self.whole = torch.empty(max(size_bytes, self.size_bytes), dtype=torch.uint8, device=self.device)
+        self._is_filled = True
+        return self.whole[:size_bytes]
 
 
 def described(name: str, tensor: torch.Tensor, start: int, size: int) -> SimpleNamespace:

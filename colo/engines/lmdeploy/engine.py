@@ -63,7 +63,7 @@ class LMDeployEngine(ServerEngine[LMDeployFacts]):
     ) -> None:
         """Connect. `checkpoint` is the server's, by default the name that it serves. Raises: see `colo.connect`."""
         self._checkpoint = checkpoint
-        slab = Slab(device, num_parts=1)
+        slab = Slab(device)
         self._payloads = Payloads(slab)
         self._asleep: frozenset[str] = frozenset()  # tags, as this engine has left them
         self._dropped = False  # whether the server's weights are gone, or unknown

@@ -74,11 +74,11 @@ class SlabWay(Way):
     def __init__(self, slab: Slab, fence: Callable[[], object], num_ranks: int) -> None:
         """`fence` waits until the server has read what it was told of: it answers when it has queued its copies."""
         self._slab, self._fence, self._num_ranks = slab, fence, num_ranks
-        self.words = "within requests" if slab.device.type == "cpu" else "by CUDA IPC, out of a slab in two halves"
+        self.words = "within requests" if slab.device.type == "cpu" else "by CUDA IPC, out of a slab"
 
     def publication(self, weights: Iterable[tuple[str, torch.Tensor]], config: PretrainedConfig) -> Requests:
         """Buckets, one after another."""
-        for bucket in buckets(weights, bucket_bytes(self._slab.device)):
+        for bucket in buckets(weights, self._slab.size_bytes):
             packed = payloads(self._slab, bucket, self._num_ranks, self._fence)
             yield "/update_weights_from_tensor", {"serialized_named_tensors": packed, **_BUCKET}
 

@@ -291,5 +291,5 @@ def _fused_with(module: str) -> Sequence[str]:
 def adapter_payloads(tensors: Mapping[str, torch.Tensor], num_ranks: int) -> tuple[list[str], dict[str, str]]:
     """Payloads of an adapter's tensors, by value, for each rank, and their SHA-256, which the server compares."""
     on_host = [(name, tensor.detach().cpu()) for name, tensor in tensors.items()]
-    packed = payloads(Slab(torch.device("cpu"), num_parts=1), on_host, num_ranks)
+    packed = payloads(Slab(torch.device("cpu")), on_host, num_ranks)
     return packed, {name: hashlib.sha256(bytes_of(tensor).numpy().data).hexdigest() for name, tensor in on_host}

@@ -24,7 +24,7 @@ def read(request):
 
 def test_a_bucket_of_the_host_is_rebuilt_by_a_function_whose_seventh_argument_the_server_sets():
     tensors = [("a", torch.randn(3, 5).half()), ("b", torch.randn(7).half())]
-    request = Payloads(Slab(torch.device("cpu"), num_parts=1)).make(tensors)
+    request = Payloads(Slab(torch.device("cpu"))).make(tensors)
     assert (request["load_format"], request["finished"]) == ("flattened_bucket", False)
     payload = read(request)
     function, arguments = payload["flattened_tensor"]
@@ -71,7 +71,7 @@ def test_the_handle_of_a_gpus_slab_is_sent_once_and_its_event_orders_both_proces
     monkeypatch.setattr("colo.engines.lmdeploy.server.exported", lambda tensor: (tuple, tuple(range(15))))
     kept = torch.empty
     monkeypatch.setattr(buckets.torch, "empty", lambda *a, device=None, **k: kept(*a, **k))
-    payloads = Payloads(OnGpu(torch.device("cuda"), num_parts=1, size_bytes=64))
+    payloads = Payloads(OnGpu(torch.device("cuda"), size_bytes=64))
     small, large = [("a", torch.ones(8).half())], [("b", torch.ones(64).half())]
     first, second, third = (read(payloads.make(bucket)) for bucket in (small, small, large))
     assert first["flattened_tensor"] == (tuple, tuple(range(15)))
