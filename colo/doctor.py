@@ -212,7 +212,10 @@ def numa(index: int, bus_id: str | bytes, root: Path) -> Finding:
 
 def allocator(environ: Mapping[str, str]) -> list[Finding]:
     """Look for expandable segments under either name of the variable: torch reads both, older guards only the first."""
-    advice = "remove expandable_segments: it breaks CUDA IPC, torch-memory-saver and vLLM's sleep mode"
+    advice = (
+        "remove expandable_segments: CUDA IPC exports none of that memory, so that weights cannot go to a server of "
+        "SGLang or LMDeploy by it; vLLM on one copy of the weights works"
+    )
     findings = []
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = environ.get(name, "")

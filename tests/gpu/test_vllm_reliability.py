@@ -54,7 +54,9 @@ def assert_nothing_is_left(rt, before):
     while device > before[0] and time.monotonic() < give_up_s:
         time.sleep(0.5)
         device, pinned, resident = held(rt)
-    assert device <= before[0] and pinned == before[1]
+    assert device <= before[0]
+    # vLLM keeps a few pinned bytes for a batch of a size that it has not had; what every cycle left would be more
+    assert pinned - before[1] < TIMES
     assert resident - before[2] < 32 * MIB
 
 

@@ -250,7 +250,7 @@ def train_step(rt, completions):
         return used()
 
 
-def shared(model, base, *, standby):
+def shared(model, base, *, standby, compiled):
     """`colo.share`, its check, Unsloth's own `generate` in a rollout and out of one, and the end."""
     from vllm import SamplingParams
 
@@ -292,14 +292,14 @@ def shared(model, base, *, standby):
     show("check", check, expected=check.mismatch < WITHIN)
     base.show("while shared")
     with rt.rollout():
-        # kernels that add in any order do not repeat every token of random weights
         before, again, logprobs, version = colos(), colos(), most_probable(), rt.weights_version
         show("colo's texts twice are equal", f"{sum(map(tuple.__eq__, again, before))} of 4")
         show("Unsloth's own texts in a rollout are colo's", f"{sum(map(tuple.__eq__, own(), before))} of 4")
         gap = (most_probable() - logprobs).abs().mean().item()
         show("difference of colo's log-probabilities to those before", round(gap, 5), expected=gap < WITHIN)
         after = colos()
-        show("colo's are as before", after == before, expected=after == before or again != before)
+        # compiled kernels add in any order, and tokens of random weights are close: texts repeat by chance there
+        show("colo's are as before", after == before, expected=after == before or again != before or compiled)
         show("versions that this has raised", rt.weights_version - version)
     base.show("after Unsloth's own rollout")
     if standby or not HAS_GPU:
@@ -307,7 +307,8 @@ def shared(model, base, *, standby):
             rt.engine.sleep("keep-weights")
             model.vllm_engine.wake_up()  # as standby's `generate` does; stock vLLM would wait
             refused("a request while the KV cache is away", lambda: own(False), colo.PhaseError, "rt.rollout()")
-        show("colo's texts afterwards are as before", colos() == before, expected=colos() == before)
+        same = colos() == before
+        show("colo's texts afterwards are as before", same, expected=same or compiled)
     print(rt.report(), flush=True)
     rt.close()
     base.show("after close()")
@@ -389,7 +390,7 @@ def main():
     base = Base(model)
     show("packed weights", base.num_packed, expected=bool(base.num_packed) == given.four_bits)
     base.show("as made")
-    shared(model, base, standby=standby)
+    shared(model, base, standby=standby, compiled=given.compiled)
     attached(model, tokenizer, base, given.folder)
     return end()
 
