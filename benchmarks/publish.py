@@ -137,7 +137,7 @@ def _turns(record: Record, url: str, config: Any, device: torch.device) -> Row:
             with rt.rollout():
                 seconds["to_rollout_s"].append(time.perf_counter() - began_s)
             seconds["publication_s"].append(rt.publications[-1].seconds)
-        row: Row = {"way": "a server of yours", "bytes": rt.publications[-1].num_bytes}
+        row: Row = {"way": engine.name, "bytes": rt.publications[-1].num_bytes}
     return row | {name: statistics.median(of[1:]) for name, of in seconds.items()}
 
 
