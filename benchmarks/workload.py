@@ -228,12 +228,21 @@ def gradients(model: Any, sequences: list[Any], size: Size, device: torch.device
 
 @contextmanager
 def peak_device_bytes(device: torch.device) -> Iterator[list[int]]:
-    """The most device memory in use meanwhile, all processes together, looked at every few milliseconds; 0 on a CPU."""
-    peak, done = [used_device_bytes(device) or 0], threading.Event()
+    """The most device memory in use meanwhile, all processes together, looked at every few milliseconds; 0 on a CPU.
+
+    Second is what torch's allocator held of it in this process and had given to nobody.
+    """
+    peak, done = [0, 0], threading.Event()
+
+    def look() -> None:
+        if (used_bytes := used_device_bytes(device) or 0) > peak[0]:
+            peak[:] = used_bytes, torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def watch() -> None:
         while not done.wait(0.003):
-            peak[0] = max(peak[0], used_device_bytes(device) or 0)
+            look()
+
+    look()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
