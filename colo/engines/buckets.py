@@ -1,7 +1,7 @@
 """Weights on their way to a server of this machine: buckets, the slab that they lie in, and what is pickled of them.
 
-On a CPU the bytes travel within a request. On a GPU they lie in one slab, each in its turn, and a CUDA IPC
-handle travels. Payloads are pickled, as servers want them; nothing of a server's is ever unpickled here.
+On a CPU the bytes travel within a request. On a GPU each bucket lies in a slab in its turn, and a CUDA IPC handle
+travels. Payloads are pickled, as servers want them; nothing of a server's is ever unpickled here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUCKET_BYTES = 64 * MIB
 """Bytes of a request's tensors, which on a CPU travel within it."""
 
 GPU_BUCKET_BYTES = 256 * MIB
-"""Bytes of a broadcast, of which two may be under way."""
+"""Bytes of the tensors that a GPU broadcasts at once."""
 
 GPU_SLAB_BYTES = 512 * MIB
 """Bytes of a GPU's slab, all of which a request tells of: SGLang takes some 12 ms for it, and as long to say that it
