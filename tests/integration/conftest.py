@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+from itertools import chain
 
 import pytest
 import torch
@@ -112,20 +113,37 @@ def saved_model(tiny, randomize, tmp_path_factory):
     return model, folder
 
 
+def largest_gap(model, completions, passed):
+    """The largest |log p(engine) - log p(model)| over all tokens of completions of one length.
+
+    `passed` is what gives the model's output for ids.
+    """
+    ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions])
+    start = len(completions[0].prompt_token_ids)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = passed(input_ids=ids).logits[:, start - 1 : -1]
+    model.train(was_training)
+    logprobs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+    expected = logprobs.gather(-1, ids[:, start:, None])[..., 0]
+    assert expected.std() > 0.1, "tokens are all equally likely, which hides differences"
+    return float((expected - torch.tensor([c.logprobs for c in completions])).abs().max())
+
+
 @pytest.fixture(scope="session")
 def mismatch():
-    """The largest |log p(engine) - log p(model)| over all tokens of completions of one length."""
+    return lambda model, completions: largest_gap(model, completions, model)
 
-    @torch.no_grad()
+
+@pytest.fixture(scope="session")
+def mismatch_to_float64():
+    """The same of a model that computes in float64, so that the engine alone rounds; not every operation can."""
+
     def compare(model, completions):
-        ids = torch.tensor([c.prompt_token_ids + c.token_ids for c in completions])
-        start = len(completions[0].prompt_token_ids)
-        was_training = model.training
-        logits = model.eval()(input_ids=ids).logits[:, start - 1 : -1].float()
-        model.train(was_training)
-        expected = logits.log_softmax(-1).gather(-1, ids[:, start:, None])[..., 0]
-        assert expected.std() > 0.1, "tokens are all equally likely, which hides differences"
-        return float((expected - torch.tensor([c.logprobs for c in completions])).abs().max())
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors}
+        return largest_gap(model, completions, lambda **ids: torch.func.functional_call(model, wide, kwargs=ids))
 
     return compare
 

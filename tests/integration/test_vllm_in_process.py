@@ -33,11 +33,16 @@ pytestmark = [
 ]
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-CLOSE = 2e-5  # twenty times the rounding of logits of 8 to 16
+CLOSE = 1e-5
 
 
 def adamw(params):
     return AdamW(params, lr=1e-2)
+
+
+@pytest.fixture
+def mismatch(mismatch_to_float64):
+    return mismatch_to_float64
 
 
 @pytest.fixture(scope="module")
