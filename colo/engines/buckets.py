@@ -72,9 +72,10 @@ class Slab:
     Ownership: owns the memory until `close`.
     """
 
-    def __init__(self, device: torch.device, *, size_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, device: torch.device, *, size_bytes: int | None = None) -> None:
         """`size_bytes` is what a bucket may have at most, but for one larger tensor."""
-        self.device, self.size_bytes = device, size_bytes
+        self.device = device
+        self.size_bytes = size_bytes or (GPU_SLAB_BYTES if device.type == "cuda" else BUCKET_BYTES)
         self.whole: torch.Tensor | None = None
         self._is_filled = False
 

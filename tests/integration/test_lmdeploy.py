@@ -53,7 +53,7 @@ def share(server):
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 26, 3000])
 def test_what_the_server_holds_is_the_trainers_byte_for_byte(share, server, model, mismatch, monkeypatch, bucket_bytes):
-    monkeypatch.setattr("colo.engines.lmdeploy.engine.BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr("colo.engines.buckets.BUCKET_BYTES", bucket_bytes)
     rt = share(model)
     assert isinstance(rt.engine, Engine) and rt.transport.name == "local"
     held = []

@@ -110,7 +110,7 @@ class LMDeployEngine(ServerEngine[LMDeployFacts]):
                 raise
         else:
             self._payloads.forget()
-            for bucket in buckets(checked, BUCKET_BYTES):
+            for bucket in buckets(checked, self._slab.size_bytes):
                 self._update(**self._payloads.make(bucket))
             self._check_all(missing)
             self._update(**FINISHED)

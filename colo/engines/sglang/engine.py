@@ -28,7 +28,7 @@ import torch
 
 from colo.engine import AdapterWeights, Completion, EngineState, SamplingParams
 from colo.engines.base import TAGS
-from colo.engines.buckets import BUCKET_BYTES, GPU_SLAB_BYTES, Slab
+from colo.engines.buckets import Slab
 from colo.engines.elsewhere import Broadcast, WeightsFolder
 from colo.engines.http import Body, HttpClient, Refused
 from colo.engines.sampling import completion_seed, distorting
@@ -95,8 +95,7 @@ class SGLangEngine(ServerEngine[Facts]):
         self._attested: Sequence[Mapping[str, str]] = ()  # checksums of the server's parameters after it
         self._through, self._deadline_s = through, deadline_s
         self._ways = ExitStack()  # closes the present one
-        size_bytes = GPU_SLAB_BYTES if device.type == "cuda" else BUCKET_BYTES
-        super().__init__(url, device, server, Slab(device, size_bytes=size_bytes))
+        super().__init__(url, device, server, Slab(device))
 
     # ---- what a runtime asks -----------------------------------------------------------------------------------------
 
