@@ -290,7 +290,7 @@ def step() -> None:
 
 @benchmark(
     "trl",
-    _shapes("0.6b", "1.7b", "4b", "8b"),
+    _shapes("0.6b", "1.7b", "4b", "8b", "14b", "32b"),
     click.option("--steps", type=click.IntRange(min=1), default=6),
     click.option("--batch", type=click.IntRange(min=1), default=32, help="Completions of a pass."),
     click.option("--tokens", type=click.IntRange(min=1), default=256, help="Of a completion, at the most."),

@@ -39,6 +39,8 @@ SHAPES: dict[str, Row] = {
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "14b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
 }
 """Qwen3's, with random weights."""
 
@@ -107,7 +109,7 @@ def _checkpoint(shape: str, folder: Path, context: int) -> Path:
     config = Qwen3Config(
         vocab_size=vocabulary,
         max_position_embeddings=context,
-        tie_word_embeddings=shape != "8b",
+        tie_word_embeddings=shape not in ("8b", "14b", "32b"),
         **SHAPES[shape],
         **heads,
         **ends,
