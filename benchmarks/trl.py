@@ -1,10 +1,11 @@
 """`trl`: TRL's GRPOTrainer on one GPU, in its own colocate mode and with colo's flag: same data, same seeds.
 
 Each side runs in a process of its own, one after the other. A row has the most device memory that the driver saw in
-use, and how much of that torch's allocator held for nobody; of colo's also what it counts itself in each phase; seconds
-a step (median of all but the first two), seconds in which weights were sent or phases changed, and the last reward.
-With `--card` another process holds the rest of the GPU, and is not counted. A side that memory does not suffice for has
-a row that says so. On a CPU the flag's side runs alone, with a tiny model.
+use, and by how much the most that torch's allocator took from it exceeds the most that it has given out; of colo's also
+what it counts itself in each phase; seconds a step (median of all but the first two), seconds in which weights were
+sent or phases changed, and the last reward. With `--card` another process holds the rest of the GPU, and is not
+counted. A side that memory does not suffice for has a row that says so. On a CPU the flag's side runs alone, with a
+tiny model.
 
 With `--context` completions are a fifth longer in each step, until one fails for want of memory, and `context` is the
 longest that a whole step took. Their first tokens are sampled, the others are drawn at random: every phase has what it
@@ -195,7 +196,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         "most_s": max(steps),
         "between_s": statistics.median(between[2:] or between),
         "peak_bytes": peak[0] or None,
-        "cached_bytes": peak[1] if peak[0] else None,
+        "cached_bytes": torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated() if peak[0] else None,
         "rollout_bytes": None if stock else int(history[-1]["colo/rollout_gib"] * GIB),
         "train_bytes": None if stock else int(history[-1]["colo/train_gib"] * GIB),
         "reward": history[-1]["reward"],

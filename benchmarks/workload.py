@@ -228,21 +228,14 @@ def gradients(model: Any, sequences: list[Any], size: Size, device: torch.device
 
 @contextmanager
 def peak_device_bytes(device: torch.device) -> Iterator[list[int]]:
-    """The most device memory in use meanwhile, all processes together, looked at every few milliseconds; 0 on a CPU.
-
-    Second is what torch's allocator held of it in this process and had given to nobody.
-    """
-    peak, done = [0, 0], threading.Event()
-
-    def look() -> None:
-        if (used_bytes := used_device_bytes(device) or 0) > peak[0]:
-            peak[:] = used_bytes, torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    """The most device memory in use meanwhile, all processes together, looked at every few milliseconds; 0 on a CPU."""
+    peak, done = [used_device_bytes(device) or 0], threading.Event()
 
     def watch() -> None:
+        # the driver alone: who asks torch's allocator holds the GIL and waits for its lock, and vLLM's sleep pool, as
+        # it allocates, holds that lock and waits for the GIL
         while not done.wait(0.003):
-            look()
-
-    look()
+            peak[0] = max(peak[0], used_device_bytes(device) or 0)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

@@ -1,7 +1,11 @@
-"""Which copies a step waits for."""
+"""Which copies a step waits for, and who is asked for its peak."""
+
+import threading
 
 import pytest
+import torch
 
+from benchmarks import workload
 from benchmarks.tenants import exposed_s
 from colo.phases.trace import Trace
 
@@ -28,3 +32,22 @@ def trace(*copies, others=()):
 )
 def test_what_neither_sampling_nor_gradients_hide(copies, hidden, seconds):
     assert exposed_s(trace(*copies, others=[(0, 10)]), (0, 10), hidden) == pytest.approx(seconds)
+
+
+def test_the_thread_that_watches_for_a_peak_asks_the_driver_alone(monkeypatch):
+    """Asking torch's allocator there ends in a deadlock with vLLM's sleep pool."""
+    asked, looks, seen = [], iter(range(1, 1000)), threading.Event()
+
+    def used_device_bytes(device):
+        look = next(looks)
+        if look == 10:
+            seen.set()
+        return look
+
+    for name in ("memory_stats", "memory_reserved", "memory_allocated", "memory_snapshot"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: asked.append(name) or 0)
+    monkeypatch.setattr(workload, "used_device_bytes", used_device_bytes)
+    with workload.peak_device_bytes(torch.device("cuda")) as peak:
+        assert seen.wait(60)
+    assert peak[0] >= 10
+    assert not asked
