@@ -388,11 +388,11 @@ class StateWindow:
         # on its own stream, so that the copy overlaps with the step of the range before
         with _on(self._streams.get("in")):
             state = slot.views(planes)
-            _wait(slot.left)  # the range that was here last is still being copied out
-            _wait(work.left)  # and so may this one be, by a step that has failed
+            self._wait(slot.left)  # the range that was here last is still being copied out
+            self._wait(work.left)  # and so may this one be, by a step that has failed
             planes.copy_in(work, state)
             arrived = _event(self._streams.get("in"))
-        _wait(arrived)
+        self._wait(arrived)
         ids, leaving = set(map(id, due)), []
         try:
             for pieces in planes.intervals(work, ids):
@@ -402,10 +402,15 @@ class StateWindow:
         finally:  # weights that have been written and their state belong together
             stepped = _event(torch.cuda.current_stream(self._mover.device) if self._streams else None)
             with _on(self._streams.get("out")):
-                _wait(stepped)
+                self._wait(stepped)
                 for pieces, names in leaving:
                     planes.copy_out(work, pieces, names, state)
                 slot.left = work.left = _event(self._streams.get("out"))
+
+    def _wait(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            # of the window's device, which may not be the current one
+            torch.cuda.current_stream(self._mover.device).wait_event(event)
 
     def end_part(self, parameters: Iterable[torch.Tensor]) -> None:
         """End the step for some parameters, all of whose elements have been stepped: the next is another one."""
@@ -442,8 +447,3 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
 
 def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     return None if stream is None else stream.record_event()
-
-
-def _wait(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)

@@ -166,7 +166,7 @@ def late(monkeypatch):
         state.window._streams = {"in": LateStream(), "out": LateStream()}
 
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])  # never of another GPU
     return run_late
 
 
