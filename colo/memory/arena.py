@@ -17,7 +17,9 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -230,6 +232,9 @@ class _PinnedBlock:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # fewer pages to touch and to pin
             self.mapping.madvise(mmap.MADV_HUGEPAGE)
+        if device.type == "cuda" and hasattr(mmap, "MADV_DONTFORK"):
+            # a fork copies pinned pages at once, all of them: the workers of a DataLoader would have an arena each
+            self.mapping.madvise(mmap.MADV_DONTFORK)
         self.data = torch.frombuffer(self.mapping, dtype=torch.uint8)
         self._free: list[tuple[int, int]] = [(0, size_bytes)]  # (offset, size), sorted, never adjacent
         self._unregister: weakref.finalize[..., _PinnedBlock] | None = None
@@ -272,16 +277,27 @@ class _PinnedBlock:
     def _register(self, device: torch.device) -> None:
         address = self.data.data_ptr()
         with torch.cuda.device(device):
-            result = torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0)
-        _check_cuda(result, f"cudaHostRegister of {format_bytes(self.size_bytes)}")
+            if (code := _code(torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0))) != 0:
+                with suppress(RuntimeError):
+                    # the runtime keeps its error for the next kernel of this thread, which is this one
+                    torch.zeros(1, device=device)
+                raise BudgetError(
+                    f"{format_bytes(self.size_bytes)} of host memory are not pinned (cudaHostRegister, error {code}): "
+                    "check `ulimit -l` and the free host memory (colo doctor)",
+                    needed_bytes=self.size_bytes,
+                    free_bytes=0,
+                )
         # Pages that are unmapped while registered make the driver refuse the address for good (checkpoint-engine#67),
         # so a block that was never closed is unregistered when it is collected; `self.mapping` stays mapped until then.
-        self._unregister = weakref.finalize(self, _unregister, address, self.mapping)
+        self._unregister = weakref.finalize(self, _unregister, address, self.mapping, device)
         self._unregister.atexit = False
 
 
-def _unregister(address: int, mapping: mmap.mmap) -> None:
-    _check_cuda(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
+def _unregister(address: int, mapping: mmap.mmap, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        code = _code(torch.cuda.cudart().cudaHostUnregister(address))
+    if code != 0:
+        raise ColoError(f"cudaHostUnregister failed with CUDA error {code}")
     del mapping
 
 
@@ -300,9 +316,6 @@ def _touch(data: torch.Tensor, cpus: set[int]) -> None:
         list(pool.map(touch, range(0, size_bytes, step_bytes)))
 
 
-def _check_cuda(result: object, call: str) -> None:
-    code = int(getattr(result, "value", result))  # type: ignore[call-overload]  # an enum of the runtime, or its number
-    if code != 0:
-        raise ColoError(
-            f"{call} failed with CUDA error {code}: check `ulimit -l` and the free host memory (colo doctor)"
-        )
+def _code(result: Any) -> int:
+    """The number of an error of the runtime, which is an enum or a number."""
+    return int(getattr(result, "value", result))

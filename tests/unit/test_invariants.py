@@ -22,7 +22,7 @@ from colo.config import RuntimeConfig
 from colo.engines import elsewhere
 from colo.engines.sglang.server import Facts
 from colo.engines.text import check_count
-from colo.memory import cuda_driver, region
+from colo.memory import arena, cuda_driver, region
 from colo.memory.arena import PinnedArena
 from colo.memory.offload import Mover
 from colo.phases.phase import Phase, Residency
@@ -126,6 +126,14 @@ def take_memory_of_the_driver(monkeypatch):
     cuda_driver.allocate(2 * GIB, CUDA)
 
 
+def pin_memory_that_the_driver_refuses(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *arguments: 2))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(arena, "local_cpus", lambda device: {0})
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: None)  # takes the runtime's error
+    PinnedArena(CUDA, limit_bytes=16 * MIB).allocate(1)
+
+
 def keep_a_reference(monkeypatch):
     monkeypatch.setattr(loop, "available_host_bytes", lambda: 100)
     loop.Reference(torch.nn.Linear(8, 8))
@@ -155,6 +163,7 @@ REFUSALS = {
     "engines/server.py check_room": generate_on_a_server,
     "engines/elsewhere.py _write": write_to_a_full_disk,
     "memory/arena.py _grow": lambda monkeypatch: PinnedArena(torch.device("cpu"), limit_bytes=MIB).allocate(2 * MIB),
+    "memory/arena.py _register": pin_memory_that_the_driver_refuses,
     "memory/region.py require_free": restore_a_region,
     "memory/cuda_driver.py allocate": take_memory_of_the_driver,
     "rl/loop.py _copied": keep_a_reference,

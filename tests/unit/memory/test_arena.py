@@ -1,8 +1,10 @@
 import gc
 import os
+import re
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -247,6 +249,27 @@ def test_for_a_gpu_blocks_are_registered_once_and_unregistered_as_the_arena_clos
     arena.close()
 
 
+def flags_of(address):
+    """What the kernel says of the mapping at an address, in the two letters of /proc/self/smaps."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            found = int(span[1], 16) <= address < int(span[2], 16)
+        elif found and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise LookupError(f"nothing is mapped at {address:#x}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells of mappings")
+def test_a_fork_copies_no_pinned_memory(driver):
+    """A child gets pinned pages as copies, at once: a worker of a DataLoader would take as much as the arena."""
+    arena = PinnedArena(torch.device("cuda", 0), limit_bytes=16 * MIB)
+    data = arena.view(arena.allocate(MIB))
+    assert "dc" in flags_of(data.data_ptr()), "do not copy on fork"
+    plain = PinnedArena(torch.device("cpu"), limit_bytes=16 * MIB)
+    assert "dc" not in flags_of(plain.view(plain.allocate(MIB)).data_ptr())
+
+
 def test_an_arena_that_nobody_closed_is_unregistered_as_it_is_collected_but_not_at_exit(driver):
     arena = PinnedArena(torch.device("cuda", 0), limit_bytes=16 * MIB)
     arena.allocate(1)
@@ -257,11 +280,15 @@ def test_an_arena_that_nobody_closed_is_unregistered_as_it_is_collected_but_not_
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_memory_that_the_driver_does_not_register_is_an_error_with_its_code(driver, code):
+def test_memory_that_the_driver_does_not_register_is_an_error_with_its_code(driver, code, monkeypatch):
     driver.code = code
     arena = PinnedArena(torch.device("cuda", 0), limit_bytes=16 * MIB)
-    with pytest.raises(ColoError, match=f"cudaHostRegister of 2.00 MiB failed with CUDA error {code}: .*ulimit"):
+    made = []
+    refused = rf"2.00 MiB of host memory are not pinned \(cudaHostRegister, error {code}\): .*ulimit"
+    with monkeypatch.context() as patch, pytest.raises(BudgetError, match=refused):
+        patch.setattr(torch, "zeros", lambda *size, device: made.append(device))
         arena.allocate(1)
+    assert made == [torch.device("cuda", 0)], "the runtime's error is taken, or the next kernel would raise it"
     assert arena.pinned_bytes == 0
     driver.code = 0
     arena.allocate(1)
