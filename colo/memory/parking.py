@@ -495,8 +495,12 @@ class Pack(Region):
 
     def _restore(self) -> None:
         if not self._keeps_address:
-            for block in self.blocks:
-                block.device = torch.empty(block.size_bytes, dtype=torch.uint8, device=self.device)
+            try:
+                for block in self.blocks:
+                    block.device = torch.empty(block.size_bytes, dtype=torch.uint8, device=self.device)
+            except BaseException:  # the ones before have memory that nobody would count
+                self._release()
+                raise
         elif self.region is None:
             self.region = allocate_region(self.size_bytes, self.device, name=self.name)
             self.reuses_memory = self.region.reuses_memory

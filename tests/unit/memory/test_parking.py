@@ -555,6 +555,28 @@ def out_of_memory():
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def test_memory_for_a_part_of_what_comes_back_is_not_kept(mover, monkeypatch):
+    """A return that memory does not suffice for leaves on the device what it was counted with: nothing."""
+    given = tensors(4096, 4096, 4096)
+    segment = parked(mover, given, keeps_addresses=False)
+    empty, room = torch.empty, iter(range(2))
+
+    def with_room_for_two(*size, **options):
+        if next(room, None) is None:
+            out_of_memory()
+        return empty(*size, **options)
+
+    segment.begin(O).wait()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch, "empty", with_room_for_two)
+        segment.begin(R)
+    (pack,) = segment.regions
+    assert segment.residency is O and segment.device_bytes == 0
+    assert [block.device for block in pack.blocks] == [None] * 3
+    segment.begin(R).wait()
+    assert all(tensor.numel() == 4096 for tensor in given)
+
+
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
