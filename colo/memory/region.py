@@ -24,7 +24,7 @@ from colo.errors import BudgetError, PhaseError, Unsupported
 from colo.memory.probe import free_device_bytes
 from colo.memory.storage import num_references
 from colo.memory.uninterrupted import uninterrupted
-from colo.units import align_up, format_bytes
+from colo.units import MIB, align_up, format_bytes
 
 ALIGNMENT_BYTES = 256
 """Offset alignment of tensors within a region: what the CUDA allocator gives, and vectorized kernels expect."""
@@ -141,7 +141,7 @@ class PausableRegion(Region):
     """A region in torch-memory-saver, for CUDA: its address stays while pages are unmapped and mapped."""
 
     def __init__(self, name: str, size_bytes: int, device: torch.device) -> None:
-        require_free(name, size_bytes, device)
+        require_free(name, _mapped_bytes(size_bytes), device)
         with uninterrupted():
             # Ctrl-C in between would leave pages that nobody gives back
             self._tag, data = _pages.take(size_bytes, device)
@@ -154,7 +154,7 @@ class PausableRegion(Region):
 
     def _restore(self) -> None:
         # The library ends the process when memory is missing in resume, so it is asked for only when it is there.
-        require_free(self.name, self.size_bytes, self.device)
+        require_free(self.name, _mapped_bytes(self.size_bytes), self.device)
         memory_saver().resume(self._tag)
 
     def _leave(self) -> None:
@@ -168,6 +168,13 @@ class PausableRegion(Region):
         address = self.bytes.data_ptr()
         super()._retire()
         _pages.give_back(self._tag, address, self.size_bytes, self.device)
+
+
+def _mapped_bytes(size_bytes: int) -> int:
+    """Bytes that torch asks its allocator for, when a pool of its own is to have one tensor of so many."""
+    if size_bytes <= MIB:
+        return 2 * MIB
+    return 20 * MIB if size_bytes < 10 * MIB else align_up(size_bytes, 2 * MIB)
 
 
 def allocate_region(size_bytes: int, device: torch.device, *, name: str) -> Region:
@@ -205,13 +212,20 @@ def _spec_bytes(spec: Spec) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+def make_room(size_bytes: int, device: torch.device) -> int:
+    """Give back what torch caches, where the driver has less than so much free; returns what it has free then.
+
+    The driver, which maps pages for us and for other processes, does not see that torch would do without them.
+    """
+    if (free_bytes := free_device_bytes(device)) < size_bytes:
+        torch.cuda.empty_cache()
+        free_bytes = free_device_bytes(device)
+    return free_bytes
+
+
 def require_free(name: str, size_bytes: int, device: torch.device) -> None:
     """Raise `BudgetError` unless the driver has `size_bytes` free, after what torch caches has been given back."""
-    free_bytes = free_device_bytes(device)
-    if free_bytes < size_bytes:
-        torch.cuda.empty_cache()  # what PyTorch caches is invisible to the driver that maps our pages
-        free_bytes = free_device_bytes(device)
-    if free_bytes < size_bytes:
+    if (free_bytes := make_room(size_bytes, device)) < size_bytes:
         raise BudgetError(
             f"region {name} needs {format_bytes(size_bytes)} of {device}, which has {format_bytes(free_bytes)} free; "
             "release other memory of this or of other processes first",

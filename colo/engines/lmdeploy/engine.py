@@ -30,6 +30,7 @@ from colo.engines.lmdeploy.server import FINISHED, LOGPROBS_FLAG, LMDeployFacts,
 from colo.engines.sampling import completion_seed, distorting
 from colo.engines.server import Outline, ServerEngine, ServerSegment
 from colo.errors import StaleWeights, TransferError, Unsupported
+from colo.memory.region import make_room
 from colo.phases.phase import ENGINE_WEIGHTS, Residency
 from colo.weights.mismatch import not_numbers
 
@@ -109,11 +110,14 @@ class LMDeployEngine(ServerEngine[LMDeployFacts]):
                 self._status.require_present()  # a server that has ended answers its request for them first
                 raise
         else:
-            self._payloads.forget()
-            for bucket in buckets(checked, self._slab.size_bytes):
-                self._update(**self._payloads.make(bucket))
-            self._check_all(missing)
-            self._update(**FINISHED)
+            try:
+                for bucket in buckets(checked, self._slab.size_bytes):
+                    self._update(**self._payloads.make(bucket))
+                self._check_all(missing)
+                self._update(**FINISHED)
+            finally:  # the server has forgotten the handle, and the trainer's turn comes next
+                self._payloads.forget()
+                self._slab.close()
         self._check_process()
         self._dropped = False
         self._wake_up()
@@ -160,6 +164,7 @@ class LMDeployEngine(ServerEngine[LMDeployFacts]):
         """Wake what sleeps of `tags`: a request for anything else wakes nothing, and its answer does not say so."""
         asleep, tags = self._asleep_now(), set(tags)
         for tag in [tag for tag in TAGS if tag in tags & asleep]:
+            make_room(self._segment(tag).size_bytes, self.device)
             self._ask("POST", "/wakeup", {}, query={"tags": tag})
         if left := self._asleep_now() & tags:
             raise TransferError(f"the server has been told to wake {', '.join(sorted(left))}, and sleeps")

@@ -142,10 +142,10 @@ class Payloads:
             payload["require_clone"] = False
             if memory.device.type == "cuda":
                 self._event = torch.cuda.Event(interprocess=True)
-                self._event.record()
+                self._event.record(torch.cuda.current_stream(memory.device))
                 payload["event_ipc_handle"] = self._event.ipc_handle()
         elif self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(memory.device))
         return {"serialized_named_tensors": pack(payload), "load_format": "flattened_bucket", "finished": False}
 
     def _wait(self) -> None:

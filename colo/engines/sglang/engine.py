@@ -37,6 +37,7 @@ from colo.engines.sglang.server import WHY_IT_STAYS, Facts, away_by, label_with,
 from colo.engines.sglang.ways import way_of
 from colo.engines.sglang.weights import EngineLayout, Expected, adapter_as_taken, adapter_payloads
 from colo.errors import EngineLost, StaleWeights, TransferError, Unsupported
+from colo.memory.region import make_room
 from colo.phases.phase import ENGINE_WEIGHTS, Residency, Segment
 
 _MAX_REQUESTS = 32
@@ -214,6 +215,7 @@ class SGLangEngine(ServerEngine[Facts]):
         """Make the server release a segment, or resume it where it has been released."""
         source = segment.residency
         if target is Residency.RESIDENT:
+            make_room(segment.size_bytes, self.device)  # without it the server ends
             label = self._label_now()
             # a server that was started again has everything: it knows no label of ours
             self._resume_memory(label, [segment.tag])

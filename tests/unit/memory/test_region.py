@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from colo.errors import BudgetError, PhaseError, Unsupported
 from colo.memory import region as regions
 from colo.memory.region import ALIGNMENT_BYTES, allocate_region, carve, carved_bytes
+from colo.units import MIB
 
 DTYPES = [torch.bool, torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.int64]
 
@@ -122,7 +123,7 @@ def saver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     stream = SimpleNamespace(synchronize=lambda: saver.calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(regions, "free_device_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(regions, "free_device_bytes", lambda device: 32 * MIB)
     return saver
 
 
@@ -134,15 +135,29 @@ def test_pages_go_when_work_on_them_has_ended_and_come_back_when_there_is_room(s
     saver.calls.clear()
     region.release()
     assert saver.calls == ["synchronize", ("pause", region._tag)]
-    with monkeypatch.context() as patch, pytest.raises(BudgetError, match="region r needs 1.00 KiB"):
-        patch.setattr(regions, "free_device_bytes", lambda device: 1023)
+    with monkeypatch.context() as patch, pytest.raises(BudgetError, match="region r needs 2.00 MiB"):
+        patch.setattr(regions, "free_device_bytes", lambda device: 2 * MIB - 1)
         region.restore()
     assert not region.resident
     region.restore()
     assert saver.calls[2:] == [("resume", region._tag)]
-    with monkeypatch.context() as patch, pytest.raises(BudgetError, match="region other needs 1.00 KiB"):
-        patch.setattr(regions, "free_device_bytes", lambda device: 1023)
+    with monkeypatch.context() as patch, pytest.raises(BudgetError, match="region other needs 2.00 MiB"):
+        patch.setattr(regions, "free_device_bytes", lambda device: 2 * MIB - 1)
         regions.PausableRegion("other", 1024, device)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "mapped_bytes"),
+    [(256, 2 * MIB), (MIB, 2 * MIB), (MIB + 256, 20 * MIB), (10 * MIB - 256, 20 * MIB), (11 * MIB, 12 * MIB)],
+)
+def test_room_is_asked_for_as_torchs_allocator_asks(size_bytes, mapped_bytes, saver, device, monkeypatch):
+    """Pages for a small region are torch's least piece: without room for it torch-memory-saver ends the process."""
+    monkeypatch.setattr(regions, "free_device_bytes", lambda device: mapped_bytes - 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    with pytest.raises(BudgetError, match=f"needs {mapped_bytes >> 20}.00 MiB"):
+        regions.PausableRegion("r", size_bytes, device)
+    monkeypatch.setattr(regions, "free_device_bytes", lambda device: mapped_bytes)
+    assert regions.PausableRegion("r", size_bytes, device).size_bytes == size_bytes
 
 
 def test_ranges_of_closed_regions_are_taken_again_where_nobody_holds_them(saver, device):

@@ -24,7 +24,8 @@ from colo.engines.vllm.store import WeightStore
 from colo.errors import ColoError, EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.copy_plan import wait_for_queued
 from colo.memory.load_plan import Copy, LoadPlan, Part
-from colo.memory.probe import device_id, free_device_bytes
+from colo.memory.probe import device_id
+from colo.memory.region import make_room
 from colo.memory.share import Description, Exported, Staging, Wire, open_shared_memory, spec_of, view
 from colo.memory.specs import CopySpec
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Done, Move, Residency, check_move
@@ -91,8 +92,8 @@ class WorkerMemory:
         device = self._link.device
         if target is not Residency.RESIDENT:
             self._before_leaving(segment.name, target)
-        elif device.type == "cuda" and free_device_bytes(device) < segment.size_bytes:
-            torch.cuda.empty_cache()  # what torch keeps in this process, and the engine's will need
+        else:
+            make_room(segment.size_bytes, device)
 
     def begin_move(self, segment: WorkerSegment, target: Residency) -> None:
         """Start a move in every worker; where one refuses, the others go back."""

@@ -43,8 +43,8 @@ class Event:
     def __init__(self, interprocess):
         assert interprocess
 
-    def record(self):
-        DONE.append("record")
+    def record(self, stream):
+        DONE.append(f"record on {stream}")
 
     def synchronize(self):
         DONE.append("synchronize")
@@ -68,6 +68,7 @@ def test_the_handle_of_a_gpus_slab_is_sent_once_and_its_event_orders_both_proces
 
     DONE.clear()
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of {device}")
     monkeypatch.setattr("colo.engines.lmdeploy.server.exported", lambda tensor: (tuple, tuple(range(15))))
     kept = torch.empty
     monkeypatch.setattr(buckets.torch, "empty", lambda *a, device=None, **k: kept(*a, **k))
@@ -78,7 +79,7 @@ def test_the_handle_of_a_gpus_slab_is_sent_once_and_its_event_orders_both_proces
     assert (first["require_clone"], first["event_ipc_handle"]) == (False, b"event")
     assert second.keys() == {"metadata"}
     assert third["flattened_tensor"], "a slab that has grown is another one"
-    assert DONE == ["record", "synchronize", "record", "synchronize", "record"]
+    assert DONE[::2] == ["record on that of cuda"] * 3 and DONE[1::2] == ["synchronize"] * 2
     payloads.forget()
     assert "flattened_tensor" in read(payloads.make(small)), "the server forgets it with each update"
 
