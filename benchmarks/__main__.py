@@ -9,6 +9,7 @@ tiny, which shows that it works and no more. house, offload, stream, logprob, sh
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import shlex
 import signal
@@ -28,6 +29,8 @@ from colo.log import waiting
 from colo.units import MIB, parse_bytes
 
 MOST_MINUTES = 8.0
+GRACE_S = 45.0
+"""Longest time for a benchmark to end once its time is up; then its process ends, with each thread's stack."""
 
 out, err = Console(), Console(stderr=True)
 
@@ -144,9 +147,13 @@ def _stopped_by_signals(minutes: float) -> Iterator[None]:
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, on_term)}
     before[signal.SIGALRM] = signal.signal(signal.SIGALRM, on_alarm)
     signal.setitimer(signal.ITIMER_REAL, minutes * 60)
+    if minutes:
+        # Python's handlers run in no process that hangs with the GIL held; this thread needs none
+        faulthandler.dump_traceback_later(minutes * 60 + GRACE_S, exit=True, file=2)
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)

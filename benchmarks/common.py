@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
+import multiprocessing
+import os
+import signal
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,6 +29,11 @@ from colo.memory.offload import Mover, RegionSegment
 from colo.memory.region import allocate_region
 from colo.phases.phase import Residency
 from colo.units import GIB, format_bytes, format_seconds
+
+_PARENT_ENDS = 1  # PR_SET_PDEATHSIG of Linux
+
+_END_S = 20.0
+"""Longest time to wait for a process to end by itself."""
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -163,6 +176,34 @@ def shape(name: str, device: torch.device, *, layers: int | None = None) -> Pret
         experts = _TINY_EXPERTS if kind is Qwen3MoeConfig else {}
         return kind(**common, **_TINY, **experts, dtype=torch.float32)
     return kind(**common, vocab_size=151936, head_dim=128, **_SHAPES[name], dtype=torch.bfloat16)
+
+
+@contextmanager
+def own_process() -> Iterator[ProcessPoolExecutor]:
+    """A process of its own for calls, one at a time, which gives all of its memory back as the block ends.
+
+    Where it does not end by itself, or the block is left by Ctrl-C or a limit of time, it is killed with its children;
+    so it is where this process is killed (on Linux).
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_end_with_parent) as executor:
+        worker = psutil.Process(executor.submit(os.getpid).result())
+        try:
+            yield executor
+            executor.shutdown(wait=False)
+            give_up_s = time.monotonic() + _END_S
+            while psutil.pid_exists(worker.pid) and time.monotonic() < give_up_s:
+                time.sleep(0.05)
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                for process in (*worker.children(recursive=True), worker):
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_ENDS, signal.SIGKILL)
 
 
 def segment_of(size_bytes: int, mover: Mover) -> RegionSegment:

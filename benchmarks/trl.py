@@ -3,9 +3,10 @@
 Each side runs in a process of its own, one after the other. A row has the most device memory that the driver saw in
 use, and by how much the most that torch's allocator took from it exceeds the most that it has given out; of colo's also
 what it counts itself in each phase, and what training has taken beside that, such as activations; seconds a step
-(median of all but the first two), seconds in which weights were sent or phases changed, and the last reward. With
-`--card` another process holds the rest of the GPU, and is not counted. A side that memory does not suffice for has a
-row that says so. On a CPU the flag's side runs alone, with a tiny model.
+(median of all but the first two), from the end of one to the end of the next: TRL's own `step_time` leaves the
+optimizer's out; seconds in which weights were sent or phases changed, and the last reward. With `--card` another
+process holds the rest of the GPU, and is not counted. A side that fails, for want of memory say, has a row that says
+so. On a CPU the flag's side runs alone, with a tiny model.
 
 With `--context` completions are a fifth longer in each step, until one fails for want of memory, and `context` is the
 longest that a whole step took. Their first tokens are sampled, the others are drawn at random: every phase has what it
@@ -15,25 +16,28 @@ has in a run, the engine room in its KV cache for a sequence of the full length,
 from __future__ import annotations
 
 import math
-import multiprocessing
 import random
 import statistics
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
-from benchmarks.common import Record, Row, clear, clocked, timed
+from benchmarks.common import Record, Row, clocked, own_process, timed
 from benchmarks.workload import peak_device_bytes
 from colo.errors import BudgetError
 from colo.memory.probe import free_device_bytes, used_device_bytes
 from colo.phases.phase import Phase
-from colo.units import GIB
+from colo.units import GIB, format_bytes
+
+_END_S = 60.0
 
 SHAPES: dict[str, Row] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -57,43 +61,63 @@ SIDES: dict[str, Row] = {
 def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) -> None:
     """Train by every side whose name has `sides` in it; `options` are those of the command line."""
     chosen = [name for name in SIDES if sides in name and (device == "cuda" or not SIDES[name]["stock"])]
-    context, card_bytes = multiprocessing.get_context("spawn"), options["card"] if device == "cuda" else None
+    if not chosen:
+        raise ValueError(f"--sides {sides!r} is in none of: {'; '.join(SIDES)}")
+    card_bytes = options["card"] if device == "cuda" else None
     with tempfile.TemporaryDirectory() as place:
-        longest = 64 + (options["context"] or options["tokens"])
-        folder = _checkpoint(shape if device == "cuda" else "tiny", Path(place) / "model", max(4096, longest))
-        clear(torch.device(device))
+        longest, model = 64 + (options["context"] or options["tokens"]), Path(place) / "model"
+        with own_process() as process:  # this one uses no GPU: what it took would be counted
+            name = shape if device == "cuda" else "tiny"
+            folder = process.submit(_checkpoint, name, model, max(4096, longest)).result()
         for name in chosen:
             record.tell(name)
-            others = _others(card_bytes, context) if card_bytes else nullcontext(0)
-            with others as held_bytes, ProcessPoolExecutor(1, mp_context=context) as process:  # gives its memory back
+            with _others(card_bytes) if card_bytes else nullcontext(0) as held_bytes, own_process() as process:
                 try:
                     row = process.submit(_measured, name, str(folder), options | {"device": device}).result()
-                except (torch.OutOfMemoryError, BudgetError) as error:
-                    record.add({"way": name, "failed": str(error).partition("\n")[0]})
-                    continue  # the others are measured
+                except Exception as error:  # noqa: BLE001 - the others are measured
+                    traceback.print_exc()
+                    record.add({"way": name, "failed": str(error).partition("\n")[0] or type(error).__name__})
+                    continue
                 record.add(row | {"peak_bytes": row["peak_bytes"] and row["peak_bytes"] - held_bytes})
-                process.submit(_end).result()  # the row is kept, whatever becomes of this
+                with suppress(Exception):  # the row is kept, whatever becomes of this
+                    process.submit(_end).result(timeout=_END_S)
 
 
 @contextmanager
-def _others(card_bytes: int, context: Any) -> Iterator[int]:
+def _others(card_bytes: int) -> Iterator[int]:
     """Leave `card_bytes` of the GPU free, while another process holds the rest of it; yields how many bytes."""
-    held, done = context.Queue(), context.Event()
-    process = context.Process(target=_hold, args=(card_bytes, held, done), daemon=True)
-    process.start()
-    try:
-        yield held.get(timeout=120)
-    finally:
-        done.set()
-        process.join()
+    with own_process() as process:
+        yield process.submit(_hold, card_bytes).result()
 
 
-def _hold(card_bytes: int, held: Any, done: Any) -> None:
+def _hold(card_bytes: int) -> int:
+    """Take all but so many bytes of the GPU; returns how many are in use then."""
     device = torch.device("cuda")
-    ballast = torch.empty(free_device_bytes(device) - card_bytes, dtype=torch.uint8, device=device)
-    held.put(used_device_bytes(device))
-    done.wait()
-    del ballast
+    if (free_bytes := free_device_bytes(device)) < card_bytes:
+        raise ValueError(f"--card {format_bytes(card_bytes)}: the GPU has {format_bytes(free_bytes)} free")
+    _held.append(torch.empty(free_bytes - card_bytes, dtype=torch.uint8, device=device))
+    return used_device_bytes(device) or 0
+
+
+_held: list[torch.Tensor] = []  # in the process that plays a smaller card
+
+
+class _Clock(TrainerCallback):  # type: ignore[misc]
+    """Notes when each step has ended: what one leaves queued on a GPU the next waits for."""
+
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Note the end of a step, after the optimizer's."""
+        self.ends_s.append(time.perf_counter())
+
+    on_train_begin = on_step_end
+
+    @property
+    def seconds(self) -> list[float]:
+        """What each step has taken."""
+        return [end_s - start_s for start_s, end_s in pairwise(self.ends_s)]
 
 
 def _checkpoint(shape: str, folder: Path, context: int) -> Path:
@@ -139,6 +163,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
 
     side, on_cpu = dict(SIDES[name]), options["device"] == "cpu"
     stock, dtype, context = side.pop("stock"), side.pop("dtype"), options["context"]
+    passes, clock = 1 if options["released"] else options["accumulation"], _Clock()
     if stock:
         side |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options["utilization"]}
     else:
@@ -159,9 +184,9 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         bf16=not on_cpu,
         max_steps=len(_lengths(context)) if context else options["steps"],
         per_device_train_batch_size=options["batch"],
-        gradient_accumulation_steps=1 if options["released"] else options["accumulation"],
+        gradient_accumulation_steps=passes,
         max_grad_norm=0.0 if options["released"] else 1.0,
-        num_generations=min(8, options["batch"] * options["accumulation"]),
+        num_generations=min(8, options["batch"] * passes),
         max_completion_length=16 if context else options["tokens"],
         learning_rate=1e-5,
         lr_scheduler_type="constant",
@@ -179,7 +204,9 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
     with peak_device_bytes(torch.device(options["device"])) as peak:
         data = Dataset.from_dict({"prompt": prompts})
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if options["lora"] else None
-        trainer, ready_s = clocked(lambda: kind(folder, [low_tokens], args, train_dataset=data, peft_config=lora))
+        trainer, ready_s = clocked(
+            lambda: kind(folder, [low_tokens], args, train_dataset=data, peft_config=lora, callbacks=[clock])
+        )
         synced_s = _time_syncs(trainer) if stock else []
         found = _longest(trainer, context) if context else trainer.train()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -187,7 +214,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         _to_close.append(trainer.colo)
     if context:
         return {"way": name, **found, "peak_bytes": peak[0] or None}
-    steps = [entry["step_time"] for entry in history][2:] or [history[-1]["step_time"]]
+    steps = clock.seconds[2:] or clock.seconds[-1:]
     between = synced_s or [entry["colo/switch_s"] + entry.get("colo/sync_s", 0.0) for entry in history]
     return {
         "way": name,
@@ -252,13 +279,31 @@ def _end() -> None:
 
 
 def _time_syncs(trainer: Any) -> list[float]:
-    """Clock every update of vLLM's weights; the list fills while the trainer runs."""
-    generation = trainer.vllm_generation
+    """Clock updates of vLLM's weights, with its sleep and wake; the list fills while the trainer runs."""
+    generation, device = trainer.vllm_generation, torch.device("cuda")
     seconds: list[float] = []
-    sync, device = generation.sync_weights, torch.device("cuda")
+    inside = False  # an update wakes vLLM itself
 
-    def clock() -> None:
-        seconds.append(timed(sync, device))
+    def clock(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-    generation.sync_weights = clock
+        def timed_call(*args: Any, **given: Any) -> None:
+            nonlocal inside
+            if inside:
+                original(*args, **given)
+                return
+            inside = True
+            try:
+                spent_s = timed(lambda: original(*args, **given), device)
+            finally:
+                inside = False
+            if name == "sync_weights" or not seconds:
+                seconds.append(0.0)
+            seconds[-1] += spent_s
+
+        setattr(owner, name, timed_call)
+
+    clock(generation, "sync_weights")
+    clock(generation.llm, "sleep")
+    clock(generation.llm, "wake_up")
     return seconds

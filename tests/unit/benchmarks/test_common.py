@@ -1,12 +1,16 @@
 import io
 import json
+import os
+import subprocess
+import time
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
 
 from benchmarks import common
-from benchmarks.common import Record, gigabytes_per_s, median_s, rows_tables, timed
+from benchmarks.common import Record, gigabytes_per_s, median_s, own_process, rows_tables, timed
 
 CPU = torch.device("cpu")
 
@@ -108,3 +112,30 @@ def test_a_table_that_is_too_wide_is_turned():
 
 def test_no_rows_no_table():
     assert rows_tables(measured([])) == []
+
+
+def sleep_for_ever():
+    subprocess.Popen(["sleep", "600"])
+    time.sleep(600)
+
+
+class Stopped(BaseException):
+    pass
+
+
+def test_a_call_that_hangs_holds_up_no_limit_of_time_and_leaves_no_process():
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(Stopped), own_process() as process:
+        process.submit(sleep_for_ever)
+        while not any(child.name() == "sleep" for child in psutil.Process().children(recursive=True)):
+            time.sleep(0.05)
+        raise Stopped
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [child for child in left if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+def test_a_process_of_its_own_ends_by_itself_once_its_calls_are_made():
+    with own_process() as process:
+        pid = process.submit(os.getpid).result()
+        assert pid != os.getpid()
+    assert not psutil.pid_exists(pid)

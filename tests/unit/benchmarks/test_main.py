@@ -121,6 +121,33 @@ def test_what_is_interrupted_keeps_the_rows_it_has(tmp_path, number, minutes, co
     assert "first" in out and f"{words}: 1 rows are kept" in err and "Traceback" not in err
 
 
+HUNG = """
+import benchmarks.__main__ as command
+from benchmarks import logprob
+
+def run(record, **options):
+    print("begun", flush=True)
+    sum(range(10**12))  # holds the GIL
+
+logprob.run = run
+command.GRACE_S = 1.0
+command.main()
+"""
+
+
+def test_what_hangs_with_the_gil_held_is_ended_with_its_stack():
+    arguments = ["logprob", "--device", "cpu", "--minutes", "0.01"]
+    ended = subprocess.run(
+        [sys.executable, "-c", HUNG, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 1 and "Timeout (" in ended.stderr and "in run" in ended.stderr
+
+
 @pytest.mark.parametrize(
     "written",
     [

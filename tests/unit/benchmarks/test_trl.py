@@ -1,8 +1,11 @@
 import gc
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import trl
 from benchmarks.__main__ import app
@@ -38,7 +41,41 @@ def test_a_side_that_lacks_memory_is_a_row_and_the_others_go_on(tmp_path, monkey
     monkeypatch.setattr(trl, "SIDES", {FLAG: {"stock": False}, "other": {"stock": False}})
     monkeypatch.setattr(trl, "_measured", measured)
     monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
-    monkeypatch.setattr(trl, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(trl, "own_process", lambda: ThreadPoolExecutor(1))
     record = Record("trl", "command")
     trl.run(record, shape="8b", device="cpu", sides="", card=None, context=None, tokens=8)
     assert record.rows == [{"way": FLAG, "failed": "no memory"}, {"way": "other", "peak_bytes": 8}]
+
+
+def test_a_step_is_clocked_with_the_optimizers(tmp_path):
+    """TRL's own `step_time` ends before it: a step that streams its state would look free."""
+
+    def late(*_):
+        time.sleep(0.5)
+
+    hook = register_optimizer_step_pre_hook(late)
+    words = ["--device", "cpu", "--engine", "torch", "--batch", "2", "--tokens", "4", "--steps", "3"]
+    options = app.commands["trl"].make_context("trl", [*words, "--kv-cache", "64MiB"]).params
+    try:
+        row = trl._measured(FLAG, str(trl._checkpoint("tiny", tmp_path / "model", 512)), options)
+    finally:
+        hook.remove()
+        trl._to_close.pop().close()
+    assert row["least_s"] > 0.5
+
+
+def test_what_trl_takes_between_turns_is_its_update_with_sleep_and_wake_counted_once(monkeypatch):
+    llm = SimpleNamespace(sleep=lambda level: None, wake_up=lambda tags: None)
+    generation = SimpleNamespace(llm=llm, sync_weights=lambda: llm.wake_up(tags=["weights"]))
+    monkeypatch.setattr(trl, "timed", lambda work, device: work() or 1.0)
+    seconds = trl._time_syncs(SimpleNamespace(vllm_generation=generation))
+    for _ in range(2):
+        generation.sync_weights()
+        llm.wake_up(tags=["kv_cache"])
+        llm.sleep(level=2)
+    assert seconds == [3.0, 3.0]
+
+
+def test_sides_that_are_none_are_refused_at_once():
+    with pytest.raises(ValueError, match="--sides 'flug' is in none of: colo's flag"):
+        trl.run(Record("trl", "command"), shape="8b", device="cpu", sides="flug", card=None, context=None, tokens=8)
