@@ -218,6 +218,8 @@ def make_room(size_bytes: int, device: torch.device) -> int:
     The driver, which maps pages for us and for other processes, does not see that torch would do without them.
     """
     if (free_bytes := free_device_bytes(device)) < size_bytes:
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()  # memory that was exported, and that the other process has let go of
         torch.cuda.empty_cache()
         free_bytes = free_device_bytes(device)
     return free_bytes
