@@ -149,11 +149,12 @@ def median_s(function: Callable[[], Any], device: torch.device, *, repeats: int 
 
 
 def clear(device: torch.device) -> None:
-    """Return what Python and torch's caches hold on to."""
+    """Return what Python and torch's caches hold on to, of the device and of pinned host memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
 
 
 def clocked(function: Callable[[], Any]) -> tuple[Any, float]:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import common
-from benchmarks.common import Record, gigabytes_per_s, median_s, own_process, rows_tables, timed
+from benchmarks.common import Record, clear, gigabytes_per_s, median_s, own_process, rows_tables, timed
 
 CPU = torch.device("cpu")
 
@@ -62,6 +62,18 @@ def test_the_function_runs_once_for_each_repeat_and_warm_up():
     calls = []
     median_s(lambda: calls.append(1), CPU, repeats=4, warmup=2)
     assert len(calls) == 6
+
+
+def test_clearing_empties_the_cache_of_pinned_memory_too_once_the_device_is_done(monkeypatch):
+    """What is pinned next is pinned anew, and not handed out again."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("device"))
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append("host"), raising=False)
+    clear(torch.device("cuda"))
+    assert calls == ["wait", "device", "host"]
+    clear(CPU)
+    assert len(calls) == 3
 
 
 def test_rates_are_decimal():
