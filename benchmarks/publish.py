@@ -20,8 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from colo.engines.vllm.compat import smallest_utilization
 from colo.errors import EngineLost
 from colo.units import GIB, MIB
 
-START_S = 600.0
+START_S = 180.0
 DEADLINE_S = 120.0
 REPEATS = 5
 
@@ -72,17 +73,19 @@ def run(
     record.limit["weights_mib"] = num_bytes / MIB
     with tempfile.TemporaryDirectory(prefix="colo-") as folder:
         save_config(config, folder)
-        record.tell("the links")
-        links = dict(_links(min(num_bytes, GIB), target, Path(folder)))
-        record.limit |= {f"{link.replace(' ', '_')}_gb_per_s": rate / 1e9 for link, rate in links.items()}
         with ExitStack() as servers:
             url = servers.enter_context(_server(folder, target))
             record.tell("mapped memory")
-            record.add(_row("mapped memory", model, url, None, density, links["memory"]))
+            memory_bytes_per_s = device_copy_bytes_per_s(target)
+            record.limit["memory_gb_per_s"] = memory_bytes_per_s / 1e9
+            record.add(_row("mapped memory", model, url, None, density, memory_bytes_per_s))
             if device == "cuda" and torch.cuda.device_count() > 1:
                 servers.close()
                 url = servers.enter_context(_server(folder, target, elsewhere=True))
-            for link in [name for name in links if name != "memory"]:
+            for link, measured in _links(min(num_bytes, GIB), target, Path(folder)).items():
+                record.tell(f"{link}, the link")
+                bytes_per_s = measured()
+                record.limit[f"{link.replace(' ', '_')}_gb_per_s"] = bytes_per_s / 1e9
                 rows = []
                 for delta in (False, True):
                     way = f"{link}, changes alone" if delta else link
@@ -90,7 +93,7 @@ def run(
                     through: colo.Broadcast | colo.WeightsFolder = colo.Broadcast("127.0.0.1", delta=delta)
                     if link == "files":
                         through = colo.WeightsFolder(Path(folder) / f"versions-{delta}", delta=delta)
-                    rows.append(_row(way, model, url, through, density, links[link]))
+                    rows.append(_row(way, model, url, through, density, bytes_per_s))
                 record.add(rows[0], rows[1] | {"faster_below_gb_per_s": _break_even(*rows)})
 
 
@@ -201,19 +204,24 @@ def _server(folder: str, device: torch.device, *, elsewhere: bool = False) -> It
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
-def _links(num_bytes: int, device: torch.device, folder: Path) -> Iterator[tuple[str, float]]:
-    """Bytes a second of each link, measured with so many bytes."""
-    yield "memory", device_copy_bytes_per_s(device)
+def _links(num_bytes: int, device: torch.device, folder: Path) -> dict[str, Callable[[], float]]:
+    """Measurements of the links but memory: bytes a second, with so many bytes."""
+    links: dict[str, Callable[[], float]] = {"files": partial(_files_bytes_per_s, num_bytes, device, folder)}
+    if device.type == "cpu" or torch.cuda.device_count() > 1:  # NCCL has no two ranks on one GPU
+        links["process group"] = partial(_group_bytes_per_s, num_bytes, device)
+    return links
+
+
+def _files_bytes_per_s(num_bytes: int, device: torch.device, folder: Path) -> float:
     whole = torch.ones(num_bytes, dtype=torch.uint8, device=device)
 
     def through_files() -> None:
         save_file({"w": whole.cpu()}, folder / "w.safetensors")
         load_file(folder / "w.safetensors")["w"].to(device, copy=True)
 
-    yield "files", num_bytes / median_s(through_files, device, repeats=3)
+    seconds = median_s(through_files, device, repeats=3)
     (folder / "w.safetensors").unlink()
-    if device.type == "cpu" or torch.cuda.device_count() > 1:  # NCCL has no two ranks on one GPU
-        yield "process group", num_bytes / _broadcast_s(whole, device)
+    return num_bytes / seconds
 
 
 _RECEIVE = """
@@ -229,7 +237,8 @@ os._exit(0)  # with the group's threads, which torch ends the process for
 """
 
 
-def _broadcast_s(whole: torch.Tensor, device: torch.device) -> float:
+def _group_bytes_per_s(num_bytes: int, device: torch.device) -> float:
+    whole = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     broadcaster, times = Broadcaster("127.0.0.1", device, 1, DEADLINE_S), 4
     other = "cpu" if device.type == "cpu" else f"cuda:{(device.index or 0) + 1}"
     with broadcaster.meeting() as where:
@@ -245,4 +254,4 @@ def _broadcast_s(whole: torch.Tensor, device: torch.device) -> float:
     with closing(broadcaster):
         seconds = sorted(timed(send, device) for _ in range(times))
         receiver.wait(DEADLINE_S)
-    return seconds[(times - 1) // 2]
+    return num_bytes / seconds[(times - 1) // 2]
