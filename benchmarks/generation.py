@@ -23,17 +23,21 @@ from colo.runtime import Runtime
 ROUNDS = {"0.6b": 17, "8b": 7}
 """The first is not measured. Rounds of a large model differ less: its sampling waits for the GPU, not the host."""
 
+ADDED_ROUNDS = 9
+"""At most so many where `rt.generate` and `llm.generate` take turns: the first is not measured here either."""
+
 
 def run(record: Record, *, shape: str, device: str, prompts: int | None = None, new_tokens: int | None = None) -> None:
     """Measure one shape; see `prepared`. `prompts` and `new_tokens` of each are the device's usual ones by default."""
     given = {"prompts": prompts, "new_tokens": new_tokens}
     with prepared(record, shape, device) as setup:
         setup = setup.resized(**{name: count for name, count in given.items() if count is not None})
-        record.add(*_own_process(setup))
-        record.add(*_in_process(setup))
+        for part in (_own_process, _in_process):
+            for row in part(setup):
+                record.add(row)
 
 
-def _own_process(setup: Setup) -> list[Row]:
+def _own_process(setup: Setup) -> Iterator[Row]:
     """Ours and stock vLLM. `of_stock` is the median of the rounds' ratios; `least` and `most` are their extremes."""
     size = setup.size
     setup.tell("stock vLLM")
@@ -51,27 +55,23 @@ def _own_process(setup: Setup) -> list[Row]:
                 engine.reset_prefix_cache()
                 times.append(clocked(_bare(setup, engine))[1])
     shut_down(llm)
-    added = _added(setup, rt, "own process")
-    rt.close()
-    del llm, rt, driven, engine
-    clear(setup.device)
     tokens = size.prompts * size.new_tokens
     ratios = [theirs / mine for mine, theirs in zip(ours_s[1:], stock_s[1:], strict=True)]
     spread = {"of_stock": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-    return [
-        {"way": "colo, mapped weights", "tokens_per_s": tokens / statistics.median(ours_s[1:]), **spread},
-        {"way": "stock vLLM, its own weights", "tokens_per_s": tokens / statistics.median(stock_s[1:])},
-        *added,
-    ]
+    yield {"way": "colo, mapped weights", "tokens_per_s": tokens / statistics.median(ours_s[1:]), **spread}
+    yield {"way": "stock vLLM, its own weights", "tokens_per_s": tokens / statistics.median(stock_s[1:])}
+    yield from _added(setup, rt, "own process")
+    rt.close()
+    del llm, rt, driven, engine
+    clear(setup.device)
 
 
-def _in_process(setup: Setup) -> list[Row]:
+def _in_process(setup: Setup) -> Iterator[Row]:
     setup.tell("an engine in this process")
     rt = setup.launched(own_process=False)
     wait_for_pinning([psutil.Process().pid])
-    added = _added(setup, rt, "in process")
+    yield from _added(setup, rt, "in process")
     rt.close()
-    return added
 
 
 def _added(setup: Setup, rt: Runtime, where: str) -> list[Row]:
@@ -91,7 +91,7 @@ def _added(setup: Setup, rt: Runtime, where: str) -> list[Row]:
     times: dict[str, list[float]] = {way: [] for way in calls}
     within: dict[str, list[float]] = {way: [] for way in calls}
     with rt.rollout():
-        for _ in range(ROUNDS[setup.shape_name]):
+        for _ in range(min(ROUNDS[setup.shape_name], ADDED_ROUNDS)):
             for way, call in calls.items():
                 engine.reset_prefix_cache()
                 with _clocked_calls(llm, within[way]):
