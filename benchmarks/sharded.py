@@ -10,11 +10,12 @@ over gloo, and the model is small: that shows that it works and no more.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -47,6 +48,9 @@ CPU_BUCKET_BYTES = 2 * MIB
 """Size of buckets of either kind for a model that is as small as those on a CPU."""
 
 _DEADLINE_S = 300.0
+_LOOK_S = 1.0
+"""Time between looks for rows."""
+
 _ON_A_CPU = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 8192}
 _ON_A_CPU |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
@@ -75,14 +79,43 @@ def run(record: Record, *, shape: str, device: str, ranks: int, trainer: str | N
 
     `trainer` is one of `TRAINERS`, or `None` for both, the second where Megatron is installed.
     """
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        count = torch.cuda.device_count()
+        raise ValueError(f"each of --ranks {ranks} needs a GPU of its own, and torch sees {count}: pass fewer ranks")
     chosen = [trainer] if trainer else [t for t in TRAINERS if t != "megatron" or find_spec("megatron") is not None]
-    context = multiprocessing.get_context("spawn")
     for name in chosen:
         record.tell(f"{name} on {ranks} ranks")
-        with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, mp_context=context) as pool:
-            job = partial(_measure, count=ranks, trainer=name, shape_name=shape, kind=device, folder=folder)
-            jobs = [pool.submit(job, rank) for rank in range(ranks)]
-            record.add(*(_of_all(told) for told in zip(*(job.result() for job in jobs), strict=True)))
+        with tempfile.TemporaryDirectory() as folder:
+            measure = partial(_measure, count=ranks, trainer=name, shape_name=shape, kind=device, folder=folder)
+            _run_ranks(record, measure, ranks, folder)
+
+
+def _run_ranks(record: Record, measure: Callable[[int], None], ranks: int, folder: str) -> None:
+    """Run every rank in a process of its own, and add a row as soon as all of them have found it.
+
+    Raises: the first error of a rank, at once; the others, which may wait for it, are killed.
+    """
+    before = list(record.rows)
+    with ProcessPoolExecutor(ranks, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running: Collection[Future[None]] = [pool.submit(measure, rank) for rank in range(ranks)]
+        try:
+            while running:
+                done, running = wait(running, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+                told = (_found(folder, rank) for rank in range(ranks))
+                record.show([*before, *map(_of_all, zip(*told, strict=False))])
+                for job in done:
+                    job.result()
+        except BaseException:
+            for process in list(pool._processes.values()):  # Python has kill_workers from 3.14 on
+                process.kill()
+            raise
+
+
+def _found(folder: str, rank: int) -> list[Row]:
+    """Rows that a rank has written; the last line may not be whole yet."""
+    path = Path(folder, f"rows-{rank}")
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _of_all(told: Sequence[Row]) -> Row:
@@ -91,8 +124,8 @@ def _of_all(told: Sequence[Row]) -> Row:
     return slowest | {"to_all_ranks_bytes": sum(row["received_bytes"] for row in told)}
 
 
-def _measure(rank: int, *, count: int, trainer: str, shape_name: str, kind: str, folder: str) -> list[Row]:
-    """One rank's rows: every way that weights of one trainer can take to its part of an engine."""
+def _measure(rank: int, *, count: int, trainer: str, shape_name: str, kind: str, folder: str) -> None:
+    """Write one rank's rows: every way that weights of one trainer can take to its part of an engine."""
     from torch import distributed
 
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank)
@@ -108,20 +141,18 @@ def _measure(rank: int, *, count: int, trainer: str, shape_name: str, kind: str,
         world_size=count,
         timeout=timedelta(seconds=_DEADLINE_S),
     )
-    try:
-        config: Any = shape(shape_name, device)
-        if kind == "cpu":
-            config.update(_ON_A_CPU)
-        source = _of_fsdp(config, device) if trainer == "fsdp2" else _of_megatron(config, device)
-        rows = []
-        for tp in (size for size in (1, 2, 4) if count % size == 0):
-            memory, load = _engine(config, rank % tp, tp, device)
-            plan = LoadPlan.record(load, source.tensors(), memory)
-            facts = {"trainer": trainer, "tp": tp, "ranks": count}
-            rows += [{"way": way, **facts, **row} for way, row in _ways(source, plan, load)]
-        return rows
-    finally:
-        distributed.destroy_process_group()
+    config: Any = shape(shape_name, device)
+    if kind == "cpu":
+        config.update(_ON_A_CPU)
+    source = _of_fsdp(config, device) if trainer == "fsdp2" else _of_megatron(config, device)
+    for tp in (size for size in (1, 2, 4) if count % size == 0):
+        memory, load = _engine(config, rank % tp, tp, device)
+        plan = LoadPlan.record(load, source.tensors(), memory)
+        facts = {"trainer": trainer, "tp": tp, "ranks": count}
+        for way, row in _ways(source, plan, load):
+            with Path(folder, f"rows-{rank}").open("a") as rows:
+                rows.write(json.dumps({"way": way, **facts, **row}) + "\n")
+    distributed.destroy_process_group()  # not after an error, which it would keep back until others come
 
 
 # ---- ways ------------------------------------------------------------------------------------------------------------
