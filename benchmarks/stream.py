@@ -2,9 +2,9 @@
 
 The optimizer is AdamW with fp32 masters in two bytes beside bf16 weights, gradients are random. The limit is every byte
 of the state in and out again, both ways at once, in copies of 256 MiB. Then 8 sequences are trained, one at a time with
-checkpoints, and the same with gradients that are released: bytes as the driver counts them. Beside them, where torchao
-is installed, its `CPUOffloadOptimizer` trains the same 8 sequences: it steps on the CPU, with moments in bf16 and
-without masters.
+checkpoints, and one with gradients that are released: bytes as the driver counts them. Beside them on a GPU, where
+torchao is installed, its `CPUOffloadOptimizer` trains as many: it steps on the CPU, with moments in bf16 and without
+masters, and copies all gradients to the host in each of the 8 backward passes; with one it frees them there, too.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ def run(record: Record, *, shape: str, device: str, ranges: tuple[int, ...]) -> 
         streamed = _streamed(shape, target, min(ranges) * unit, released=released)
         way = "training, gradients released" if released else "training"
         record.add(_training(way, streamed, target, sequences=1 if released else 8))
-    if target.type == "cuda" and find_spec("torchao"):
-        record.tell("training with torchao's optimizer")
-        way = "training, torchao's CPUOffloadOptimizer"
-        record.add(_training(way, _of_torchao(shape, target), target, sequences=8))
+    for offloaded in (False, True) if target.type == "cuda" else ():
+        way = "training, torchao's CPUOffloadOptimizer" + offloaded * ", gradients offloaded"
+        if find_spec("torchao") is None:
+            record.add({"way": way, "skipped": "pip install torchao"})
+            continue
+        record.tell(way)
+        row = _training(way, _of_torchao(shape, target, offloaded), target, sequences=1 if offloaded else 8)
+        record.add(row | {"cpu_threads": torch.get_num_threads()})
 
 
 @contextmanager
@@ -63,11 +67,11 @@ def _streamed(
 
 
 @contextmanager
-def _of_torchao(name: str, device: torch.device) -> Iterator[tuple[Any, Any]]:
+def _of_torchao(name: str, device: torch.device, offloaded: bool) -> Iterator[tuple[Any, Any]]:
     from torchao.optim import CPUOffloadOptimizer
 
-    model = _model(name, device)
-    yield model, CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-6, fused=True)
+    model, options = _model(name, device), {"lr": 1e-6, "fused": True, "offload_gradients": offloaded}
+    yield model, CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, **options)
 
 
 def _model(name: str, device: torch.device) -> Any:
