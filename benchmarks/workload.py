@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.common import Record, Row, Tell, clear, clocked, median_s, shape
 from colo.assembly.launch import launch
@@ -21,9 +21,10 @@ from colo.config import RuntimeConfig
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.client.start import save_config
-from colo.memory.probe import torch_pinned_bytes, used_device_bytes
+from colo.errors import Unsupported
+from colo.memory.probe import free_device_bytes, torch_pinned_bytes, used_device_bytes
 from colo.runtime import Runtime
-from colo.units import GIB, MIB
+from colo.units import GIB, MIB, format_bytes
 
 PINNING_S = 120.0
 """Longest time to wait for pinning."""
@@ -172,6 +173,24 @@ def prepared(record: Record, shape_name: str, device: str, *, copies: bool = Tru
         yield Setup(
             shape_name=shape_name, device=target, config=config, size=SIZES[device], folder=folder, tell=record.tell
         )
+
+
+def require_free(setup: Setup, num_bytes: int) -> None:
+    """Refuse a benchmark that holds `num_bytes` of the device at once where fewer are free. Raises: `Unsupported`."""
+    free_bytes = free_device_bytes(setup.device)
+    if free_bytes < num_bytes:
+        needed, free = format_bytes(num_bytes), format_bytes(free_bytes)
+        raise Unsupported(
+            f"{setup.shape_name} needs more than {needed} free on {setup.device}, where {free} are: take a smaller"
+            " --shape, or a GPU with more memory"
+        )
+
+
+def weights_bytes(config: PretrainedConfig) -> int:
+    """Bytes of a model's weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def wait_for_pinning(pids: Iterable[int]) -> None:
