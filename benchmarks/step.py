@@ -54,13 +54,15 @@ class Kind:
     why_skipped: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Way:
     """One way to take steps, and what its steps took."""
 
     name: str
     argument: str
-    peak_bytes: int | None
+    peak_bytes: int | None = None
+    """The most that was in use in the first of them, without other tenants."""
+
     steps: list[Stopwatch] = field(default_factory=list)
 
     def row(self) -> Row:
@@ -112,29 +114,34 @@ def _steps(record: Record, setup: Setup, placement: str) -> None:
     ]
     with ExitStack() as running:
         sides = [_started(setup, kind, running) for kind in kinds if kind.why_skipped is None]
-        ways = [way for _, found in sides for way in found]
+        ways = [way for _, found, _ in sides for way in found]
         for turn in range(setup.size.steps):
-            for side, found in sides:
+            for side, found, own_bytes in sides:
+                all_bytes = used_device_bytes(setup.device)  # all of them rest
                 for way in found:
                     setup.tell(f"{way.name}, turn {turn + 1} of {setup.size.steps}")
-                    side.call("step", way.argument)  # comes from rest, or from another way
-                    way.steps.append(side.call("step", way.argument))
+                    side.call("prepare", way.argument)
+                    if turn:
+                        way.steps.append(side.call("step", way.argument))
+                        continue
+                    step, peak_bytes = side.call("watched_step", way.argument)
+                    way.steps.append(step)
+                    way.peak_bytes = peak_bytes - (all_bytes - own_bytes) if all_bytes is not None else None
                 side.call("rest")
                 done = [way for way in ways if way.steps]
                 record.show([*(way.row() for way in done), *(way.waits() for way in done), *skipped])
 
 
-def _started(setup: Setup, kind: Kind, running: ExitStack) -> tuple[Side, list[Way]]:
-    """Tenants in a process of their own, which have taken a step in each of their ways and rest."""
+def _started(setup: Setup, kind: Kind, running: ExitStack) -> tuple[Side, list[Way], int]:
+    """Tenants in a process of their own, which have taken a step and rest, and the bytes that they hold then."""
     name = f"{kind.name}, {kind.placement}"
     setup.tell(f"{name}, once")
-    others_bytes = used_device_bytes(setup.device)
+    others_bytes = used_device_bytes(setup.device) or 0
     side = running.enter_context(Side(kind.make, replace(setup, tell=silent), kind.placement == "own-process"))
-    side.call("step", kind.ways[0])  # makes the optimizer's state
-    peaks = [side.call("peak_bytes", argument) for argument in kind.ways]
+    side.call("prepare", kind.ways[0])  # makes the optimizer's state
     side.call("rest")
-    alone = [peak_bytes - others_bytes if others_bytes is not None else None for peak_bytes in peaks]
-    return side, [Way(f"{name}, {way}", way, alone_bytes) for way, alone_bytes in zip(kind.ways, alone, strict=True)]
+    own_bytes = (used_device_bytes(setup.device) or 0) - others_bytes
+    return side, [Way(f"{name}, {way}", way) for way in kind.ways], own_bytes
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

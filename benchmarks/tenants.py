@@ -105,11 +105,16 @@ class Tenants(ABC):
     def close(self) -> None:
         """End the engine."""
 
-    def peak_bytes(self, way: str) -> int:
-        """The most device memory in use during a step, all processes together; 0 on a CPU."""
+    def prepare(self, way: str) -> None:
+        """Come from rest or from another way, by a step: memory that torch has kept of that is given back before."""
+        clear(self.setup.device)
+        self.step(way)
+
+    def watched_step(self, way: str) -> tuple[Stopwatch, int]:
+        """One step, and the most device memory in use meanwhile, all processes together; 0 on a CPU."""
         with peak_device_bytes(self.setup.device) as peak:
-            self.step(way)
-        return peak[0]
+            watch = self.step(way)
+        return watch, peak[0]
 
 
 # ---- one copy of the weights, by colo --------------------------------------------------------------------------------
