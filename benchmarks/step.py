@@ -133,7 +133,7 @@ def _steps(record: Record, setup: Setup, placement: str) -> None:
 
 
 def _started(setup: Setup, kind: Kind, running: ExitStack) -> tuple[Side, list[Way], int]:
-    """Tenants in a process of their own, which have taken a step and rest, and the bytes that they hold then."""
+    """Tenants in a process of their own, which have taken a short step and rest, and the bytes that they hold then."""
     name = f"{kind.name}, {kind.placement}"
     setup.tell(f"{name}, once")
     others_bytes = used_device_bytes(setup.device) or 0

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common import clear, synchronize
-from benchmarks.workload import Setup, gradients, peak_device_bytes, shut_down, train_step, worker_model
+from benchmarks.workload import Setup, Size, gradients, peak_device_bytes, shut_down, train_step, worker_model
 from colo.assembly.launch import default_optimizer
 from colo.config import Offload
 from colo.engines.vllm import compat
@@ -30,6 +30,9 @@ from colo.weights.sources.names import checkpoint_views
 
 PARTS = ("rollout", "publish", "train", "switch")
 """Parts of a step; `switch` is the rest."""
+
+SHORT_TOKENS = 8
+"""Tokens that a short step samples for each prompt."""
 
 
 class Moment:
@@ -94,8 +97,11 @@ class Tenants(ABC):
         self.setup = setup
 
     @abstractmethod
-    def step(self, way: str) -> Stopwatch:
-        """One step of rollout and training, in one of several ways to go about it."""
+    def step(self, way: str, *, short: bool = False) -> Stopwatch:
+        """One step of rollout and training, in one of several ways to go about it.
+
+        A `short` one goes through the same phases with batches of the same shapes, but fewer of them.
+        """
 
     @abstractmethod
     def rest(self) -> None:
@@ -106,15 +112,21 @@ class Tenants(ABC):
         """End the engine."""
 
     def prepare(self, way: str) -> None:
-        """Come from rest or from another way, by a step: memory that torch has kept of that is given back before."""
+        """Come from rest or from another way, by a short step: memory that torch has kept of that is given back."""
         clear(self.setup.device)
-        self.step(way)
+        self.step(way, short=True)
 
     def watched_step(self, way: str) -> tuple[Stopwatch, int]:
         """One step, and the most device memory in use meanwhile, all processes together; 0 on a CPU."""
         with peak_device_bytes(self.setup.device) as peak:
             watch = self.step(way)
         return watch, peak[0]
+
+
+def of_short_step(sequences: Sequence[Sequence[int]], size: Size) -> list[list[int]]:
+    """Two micro-batches, since the second adds to gradients, of sequences as long as those of a whole step."""
+    length = size.prompt_tokens + size.new_tokens
+    return [(list(ids) * (length // len(ids) + 1))[:length] for ids in sequences[: 2 * size.train_sequences]]
 
 
 # ---- one copy of the weights, by colo --------------------------------------------------------------------------------
@@ -135,7 +147,7 @@ class OneCopy(Tenants):
         settings = {"optimizer": optimizer} if optimizer is not None else {}
         self._rt = setup.launched(own_process=own_process, **settings)
 
-    def step(self, way: str) -> Stopwatch:
+    def step(self, way: str, *, short: bool = False) -> Stopwatch:
         """One step, with `offload` as `way` says; what a streamed optimizer leaves on the device stays there."""
         rt, size = self._rt, self.setup.size
         rt.scheduler.offload = Offload.AUTO if way == STREAMED else Offload(way)
@@ -143,9 +155,11 @@ class OneCopy(Tenants):
         watch, start_s = Stopwatch(rt.device), trace.now_s()
         with rt.rollout():
             sampling_s = trace.now_s()
-            completions = rt.generate(size.token_ids, max_tokens=size.new_tokens, ignore_eos=True)
+            new_tokens = min(SHORT_TOKENS, size.new_tokens) if short else size.new_tokens
+            completions = rt.generate(size.token_ids, max_tokens=new_tokens, ignore_eos=True)
             sampled_s = trace.now_s()
-        sequences = [c.prompt_token_ids + c.token_ids for c in completions]
+        sequences = [[*c.prompt_token_ids, *c.token_ids] for c in completions]
+        sequences = of_short_step(sequences, size) if short else sequences
         with rt.train():
             training_s = trace.now_s()
             gradients(rt.model, sequences, size, rt.device)
@@ -211,17 +225,18 @@ class TwoCopies(Tenants):
         self._optimizer = default_optimizer(self._model.parameters())
         self._sleeps = False
 
-    def step(self, way: str) -> Stopwatch:
+    def step(self, way: str, *, short: bool = False) -> Stopwatch:
         """One step of a way in `LEVELS`; every part of it waits for the device."""
         level, device, size = LEVELS[way], self.setup.device, self.setup.size
         self._wake()
         watch = Stopwatch(device)
         with watch.part("rollout"):
-            outputs = self._generate()
+            outputs = self._generate(min(SHORT_TOKENS, size.new_tokens) if short else size.new_tokens)
         with watch.part("switch"):
             if level:
                 self._llm.sleep(level=level)
         sequences = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+        sequences = of_short_step(sequences, size) if short else sequences
         with watch.part("train"):
             train_step(self._model, self._optimizer, sequences, size, device)
         with watch.part("switch"):
@@ -254,13 +269,11 @@ class TwoCopies(Tenants):
             synchronize(self.setup.device)
             self._sleeps = False
 
-    def _generate(self) -> Any:
+    def _generate(self, new_tokens: int) -> Any:
         from vllm import SamplingParams
 
         size = self.setup.size
-        params = SamplingParams(
-            max_tokens=size.new_tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0
-        )
+        params = SamplingParams(max_tokens=new_tokens, temperature=1.0, ignore_eos=True, detokenize=False, logprobs=0)
         prompts: Any = [{"prompt_token_ids": ids} for ids in size.token_ids]
         self._llm.reset_prefix_cache()
         return self._llm.generate(prompts, params, use_tqdm=False)

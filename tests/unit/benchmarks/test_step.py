@@ -70,7 +70,7 @@ def test_a_peak_has_nothing_of_the_way_before_nor_of_others(device):
     assert found == dict(zip(ways, PEAKS.values(), strict=True))
 
 
-def test_each_way_takes_a_step_before_each_that_is_measured(device):
+def test_each_way_takes_a_short_step_before_each_that_is_measured(device):
     setup = SimpleNamespace(device=torch.device("cuda"), size=SimpleNamespace(steps=2), tell=silent)
     step._steps(Record("step", "command"), setup, "own-process")
     started = [("prepare", "large"), ("rest", None), ("prepare", "other"), ("rest", None)]

@@ -1,12 +1,13 @@
 """Which copies a step waits for, and who is asked for its peak."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks import workload
-from benchmarks.tenants import exposed_s
+from benchmarks.tenants import exposed_s, of_short_step
 from colo.phases.trace import Trace
 
 
@@ -51,3 +52,9 @@ def test_the_thread_that_watches_for_a_peak_asks_the_driver_alone(monkeypatch):
         assert seen.wait(60)
     assert peak[0] >= 10
     assert not asked
+
+
+def test_a_short_step_trains_two_micro_batches_as_long_as_those_of_a_whole_one():
+    size = replace(workload.SIZES["cpu"], prompt_tokens=3, new_tokens=7, train_sequences=2)
+    sampled = [(1, 2, 3, number) for number in range(9)]
+    assert of_short_step(sampled, size) == [[1, 2, 3, n, 1, 2, 3, n, 1, 2] for n in range(4)]
