@@ -55,9 +55,16 @@ def train_step(rt, step):
     return ids
 
 
-def test_training_through_the_runtime_is_bit_equal_to_training_without_it(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+@pytest.fixture
+def deterministic():
+    """Algorithms that give the same bits again, for one test."""
     torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_training_through_the_runtime_is_bit_equal_to_training_without_it():
     rt = launch(optimizer=MasterWeights(fused))
     twin = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).to(CUDA)
     twin.load_state_dict({name: p.detach().clone() for name, p in rt.model.state_dict().items()})
@@ -73,7 +80,6 @@ def test_training_through_the_runtime_is_bit_equal_to_training_without_it(monkey
         assert torch.equal(mine, other), name
     assert rt.bytes_synced == 0
     rt.close()
-    torch.use_deterministic_algorithms(False)
 
 
 def test_state_leaves_the_device_for_a_rollout_and_the_driver_sees_it():
