@@ -1,10 +1,13 @@
 """What tests of vLLM on CUDA share: a small model, a runtime, a training step, and how far the two sides are apart."""
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
+import psutil
 import pytest
 import torch
 from torch.optim import AdamW
@@ -80,17 +83,53 @@ def launch(model=None, *, offload="always", **options):
     )
 
 
+PR_SET_CHILD_SUBREAPER = 36
+ENDS_WITHIN_S = 60.0
+"""Time in which processes end by themselves: an engine whose driver has gone sees so within a second, and has 10."""
+
+
+@contextmanager
+def nothing_left():
+    """Processes that are started within end with it, however it ends; after success they have to do so by themselves.
+
+    torchrun gives every rank a session of its own, which a signal to its group does not reach. This process becomes the
+    parent of those that lose theirs, so that all of them are found.
+    """
+    here, prctl = psutil.Process(), ctypes.CDLL(None).prctl
+    before = set(here.children())
+
+    def left():
+        return [process for process in here.children() if process not in before]
+
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        yield
+        _, remain = psutil.wait_procs(left(), timeout=ENDS_WITHIN_S)
+        assert not remain, [process.cmdline() for process in remain]
+    finally:
+        while processes := left():  # and, in the next round, what those have started
+            for process in processes:
+                process.kill()
+            psutil.wait_procs(processes)
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
 def torchrun(script, folder, *arguments, ranks=2):
-    """Run a file in ranks of torchrun; returns what each has written to `folder`, as `{rank}.json`."""
+    """Run a file in ranks of torchrun; returns what each has written to `folder`, as `{rank}.json`.
+
+    Neither a rank nor an engine of one is left then, which would keep its memory.
+    """
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", script, *map(str, arguments)],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    with nothing_left(), (folder / "log").open("w") as log:  # no pipe, which who is left would hold open
+        done = subprocess.run(
+            [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", script, *map(str, arguments)],
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            stdout=log,
+            stderr=log,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, (folder / "log").read_text()[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
