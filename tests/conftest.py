@@ -23,10 +23,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # `pytest -m gpu -n 2 --dist loadfile` gives each of its workers a GPU of its own; files that need two are skipped then.
-if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.device_count() > 1:
-    number, count = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")), torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number % count]
+NUM_GPUS = torch.cuda.device_count()
+if "PYTEST_XDIST_WORKER" in os.environ and NUM_GPUS > 1:
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(NUM_GPUS)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number % NUM_GPUS]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node, ids):
+    """Tells before the first test if workers would share a GPU, of whose memory tests ask how much is free."""
+    num_workers = node.workerinput["workercount"]
+    if 0 < NUM_GPUS < num_workers and any("tests/gpu/" in name for name in ids):
+        pytest.exit(
+            f"{num_workers} workers would share {NUM_GPUS} GPU(s), and tests of memory fail then: take "
+            f"-n {NUM_GPUS}, or leave them out by -m 'not gpu'",
+            returncode=pytest.ExitCode.USAGE_ERROR,
+        )
 
 
 def pytest_collection_modifyitems(config, items):
