@@ -2,15 +2,21 @@
 
 import pytest
 import torch
-from tiny_vllm import CUDA, KV_CACHE_BYTES, MARKS, OPTIONS, PROMPTS, config, difference, launch, train_step
+from tiny_vllm import CUDA, KV_CACHE_BYTES, MARKS, OPTIONS, PROMPTS, config, difference, train_step
+from torch.optim import AdamW
 from transformers import AutoModelForCausalLM
 
+import colo
+from colo.config import RuntimeConfig
 from colo.engine import AdapterWeights, EngineState
 from colo.errors import BudgetError, PhaseError, StaleWeights
 from colo.memory.probe import free_device_bytes
 from colo.units import GIB
 
 pytestmark = MARKS
+
+FP8 = {"enforce_eager": True, "quantization": "fp8"}
+SETTINGS = RuntimeConfig(kv_cache_bytes=KV_CACHE_BYTES, offload="always")
 
 
 def engine_of(model, **options):
@@ -106,12 +112,26 @@ def test_an_adapter_survives_every_level(pooled, level):
     pooled.remove_adapter("tuned")
 
 
-@pytest.mark.parametrize("own_process", [False, True], ids=["this process", "own process"])
-def test_an_engine_that_quantizes_is_reloaded_exactly(tmp_path, own_process):
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A model, and the folder that it is saved in."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    engine = engine_of(tmp_path, own_process=own_process, enforce_eager=True, quantization="fp8")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.fixture(scope="module")
+def quantizing(checkpoint):
+    """An engine that quantizes, in a process of its own, and a model that a trainer has beside it."""
+    pytest.importorskip("vllm")
+    engine, model = colo.start(checkpoint[1], engine="vllm", engine_options=OPTIONS | FP8, device=CUDA, config=SETTINGS)
+    yield engine, model
+    engine.close()
+
+
+def assert_reloads_exactly(engine, model):
     engine.commit(0)
     loaded = greedy(engine)
     plan = engine.record_plan(dict(model.named_parameters()))
@@ -124,13 +144,22 @@ def test_an_engine_that_quantizes_is_reloaded_exactly(tmp_path, own_process):
     again = greedy(engine)
     assert [c.token_ids for c in again] == [c.token_ids for c in loaded]
     assert [c.logprobs for c in again] == [c.logprobs for c in loaded]
+
+
+def test_an_engine_that_quantizes_in_this_process_is_reloaded_exactly(checkpoint):
+    model, folder = checkpoint
+    engine = engine_of(folder, own_process=False, **FP8)
+    assert_reloads_exactly(engine, model)
     engine.close()
 
 
-def test_an_engine_that_quantizes_follows_a_trainer(tmp_path):
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(tmp_path)
-    rt = launch(tmp_path, enforce_eager=True, quantization="fp8")
+def test_an_engine_that_quantizes_in_its_own_process_is_reloaded_exactly(checkpoint, quantizing):
+    assert_reloads_exactly(quantizing[0], checkpoint[0])
+
+
+def test_an_engine_that_quantizes_follows_a_trainer(quantizing):
+    engine, model = quantizing
+    rt = colo.share(engine, model, AdamW(model.parameters(), lr=1e-3, fused=True), config=SETTINGS)
     with rt.rollout():
         first = rt.generate(PROMPTS, max_tokens=16, temperature=0)
         gap = difference(rt.model, first)
