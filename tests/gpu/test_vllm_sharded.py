@@ -1,5 +1,6 @@
 """A trainer that FSDP2 has sharded over GPUs, and vLLM: on one GPU, divided between two, or one for each of two."""
 
+import itertools
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ SLICES = {"own_process": False, "distributed_executor_backend": "external_launch
 STEPS = 3
 
 
-def one_rank(checkpoint, results, way):
+def one_rank(checkpoint, way):
     """What a rank finds of three rollouts with a step in between; the engine of the last one ends, if it is apart."""
     import colo
     from colo.config import RuntimeConfig
@@ -34,7 +35,7 @@ def one_rank(checkpoint, results, way):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if way == "slices" else 0)
     torch.cuda.set_device(device)
     options = {"enforce_eager": True, "max_model_len": 256, "disable_log_stats": True, "kv_cache_bytes": GIB}
-    if way != "slices":
+    if way != "slices" and not distributed.is_initialized():
         distributed.init_process_group("nccl", device_id=device)
     engine = VLLMEngine(checkpoint, device=device, **options, **(SLICES if way == "slices" else {}))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device)
@@ -84,37 +85,46 @@ def one_rank(checkpoint, results, way):
         rt.recover()
         found["mismatches"].append(difference(model, rt.generate(PROMPTS, max_tokens=16, temperature=0)))
     rt.close()
-    Path(results, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    if way != "slices":
+        engine.close()
+    return found
 
 
-def run(folder, way, ranks):
-    """What every rank has found, in order."""
+def run(folder, *ways, ranks):
+    """What every rank has found, in order, one way after the other."""
     pytest.importorskip("vllm")
+    torch.manual_seed(0)  # a fixture of the module comes before the one that does so
     AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16).save_pretrained(folder)
-    found = torchrun(__file__, folder, folder, folder, way, ranks=ranks)
-    for rank in found:
+    found = torchrun(__file__, folder, folder, folder, *ways, ranks=ranks)
+    for rank in itertools.chain(*found):
         assert max(rank["mismatches"]) < 0.02
         assert rank["tokens"][0] != rank["tokens"][2]
         assert rank["away"] == [0] * STEPS
         assert rank["same"] == [True] * 2 * (STEPS - 1)
         assert rank["state_bytes"] >= 2 * rank["parts_bytes"]
-    return found
+    return list(zip(*found, strict=True))
 
 
-def test_one_rank_fills_an_engine_whose_memory_it_maps(tmp_path):
-    (rank,) = run(tmp_path, "apart", 1)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one rank finds with an engine whose memory it maps, and then with one to which it sends buckets."""
+    return run(tmp_path_factory.mktemp("alone"), "apart", "staged", ranks=1)
+
+
+def test_one_rank_fills_an_engine_whose_memory_it_maps(alone):
+    (rank,) = alone[0]
     assert (rank["transport"], rank["received"]) == ("slices", [0, 0])
     assert rank["bytes_synced"] == STEPS * rank["weights_bytes"]
 
 
-def test_one_rank_gathers_into_buckets_and_its_engine_comes_back(tmp_path):
-    (rank,) = run(tmp_path, "staged", 1)
+def test_one_rank_gathers_into_buckets_and_its_engine_comes_back(alone):
+    (rank,) = alone[1]
     assert (rank["transport"], rank["failure"], len(rank["mismatches"])) == ("ipc", "EngineLost", STEPS + 1)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_slices_of_two_ranks_go_into_those_of_both(tmp_path):
-    found = run(tmp_path, "slices", 2)
+    (found,) = run(tmp_path, "slices", ranks=2)
     assert [rank["transport"] for rank in found] == ["slices"] * 2
     for rank in found:
         assert "written straight into every rank's engine" in rank["reason"]
@@ -126,14 +136,16 @@ def test_slices_of_two_ranks_go_into_those_of_both(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_an_engine_for_each_of_two_ranks_takes_what_both_gather_and_one_dies(tmp_path):
-    found = run(tmp_path, "staged", 2)
+    (found,) = run(tmp_path, "staged", ranks=2)
     assert [rank["transport"] for rank in found] == ["ipc"] * 2
     assert [rank["failure"] for rank in found] == ["TransferError", "EngineLost"]
     assert found[0]["parts_bytes"] < 0.6 * 2 * found[0]["weights_bytes"]
 
 
 if __name__ == "__main__":
-    if sys.argv[3] != "slices":  # each rank and its engine see the same one
+    checkpoint, results, *ways = sys.argv[1:]
+    if ways != ["slices"]:  # each rank and its engine see the same one
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(os.environ["LOCAL_RANK"])]
-    one_rank(*sys.argv[1:])
+    all_found = [one_rank(checkpoint, way) for way in ways]
+    Path(results, f"{os.environ['RANK']}.json").write_text(json.dumps(all_found))
