@@ -11,8 +11,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 LIMIT_S = 600
 """Seconds for what a test sets up, for its body and for what it tears down, each.
 
-More than the deadlines of tests themselves, which say what was waited for: 240 for a server and 300 for ranks, and
-both in one body.
+More than the deadlines of tests themselves, which say what was waited for: 240 for a server and 420 for ranks,
+each of which may be a whole body.
 """
 
 STDERR = pytest.StashKey[int]()

@@ -126,7 +126,7 @@ def torchrun(script, folder, *arguments, ranks=2):
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=log,
-            timeout=300,
+            timeout=420,
             check=False,
         )
         assert done.returncode == 0, (folder / "log").read_text()[-6000:]
