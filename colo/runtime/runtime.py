@@ -141,16 +141,17 @@ class Runtime:
         """
         return self._block(Phase.TRAIN)
 
-    def enter(self, phase: Phase | None) -> None:
+    def enter(self, phase: Phase | None, *, implied: bool = False) -> None:
         """Go to `Phase.ROLLOUT` or `Phase.TRAIN`, out of whichever phase there is, or with `None` just leave that.
 
         Idempotent. For code that has no block to indent, such as hooks of a trainer; the blocks stand on it. What a
-        block was left in by an interrupt is left by `enter(None)`.
+        block was left in by an interrupt is left by `enter(None)`. One that is `implied`, which nobody has asked for by
+        name, is left by `generate`, `rollout` and `train` themselves.
         Raises: as `rollout` and `train`, but for being inside another phase; then no phase is entered.
         """
         if phase not in (None, Phase.ROLLOUT, Phase.TRAIN):
             raise ValueError(f"enter() takes Phase.ROLLOUT, Phase.TRAIN or None, not {phase!r}")
-        self._turns.enter(None if phase is None else Phase(phase))  # a name is equal to a phase
+        self._turns.enter(None if phase is None else Phase(phase), implied=implied)  # a name is equal to a phase
 
     def generate(
         self,

@@ -87,6 +87,7 @@ EDGES: Mapping[tuple[Verb, Turn], Turn] = MappingProxyType(
 NOT_BESIDE = frozenset({Verb.ROLLOUT, Verb.GENERATE, Verb.RECOVER})
 """Verbs that are refused in every turn while an engine elsewhere samples beside the trainer."""
 
+_BEGIN = (Verb.ROLLOUT, Verb.TRAIN, Verb.RECOVER)
 _CALLS = {Verb.STEP: "optimizer.step()"}
 _INSTEAD = {Verb.GENERATE: "`with rt.rollout():`", Verb.STEP: "`with rt.train():`", Verb.BACKWARD: "`with rt.train():`"}
 
@@ -142,6 +143,7 @@ class Turns:
         """Backward passes before each step, of which the last has parked state brought back beside it."""
 
         self._block: PhaseBlock[Any] | None = None
+        self._is_implied = False  # nobody has asked for the phase by name
         self._entered_s = 0.0
         self._is_changing = False
         self._steps_expected = 1  # training phases with a step, between two rollouts: as many as there were last time
@@ -180,18 +182,19 @@ class Turns:
         self.check_process()
         if self.beside is not None and self.beside.is_over:
             self.beside.close()  # what ended its block did not let it end
-        if verb in (Verb.ROLLOUT, Verb.TRAIN, Verb.RECOVER) and self._block is not None and self._block.is_over:
-            self._leave()  # what ended the block did not let it leave
+        is_over = self._block is not None and self._block.is_over  # what ended the block did not let it leave
+        if (verb in _BEGIN and is_over) or (verb in (*_BEGIN, Verb.GENERATE) and self._is_implied):
+            self._leave()
         if self.beside is not None and verb in NOT_BESIDE:
             raise PhaseError(
                 f"{called or verb}() while an async_rollout() samples: take() from that, or leave its block first"
             )
         next_turn(verb, self.turn)
 
-    def enter(self, phase: Phase | None) -> None:
+    def enter(self, phase: Phase | None, *, implied: bool = False) -> None:
         """Go to a phase, out of whichever there is, or with `None` just leave that. Idempotent.
 
-        A hook that is called while the phase changes may call it: nothing happens then.
+        A hook that is called while the phase changes may call it: nothing happens then. `implied`: see `Runtime.enter`.
         """
         self.check_process()
         # the lock first: Ctrl-C must be able to end the wait for a thread that generates
@@ -200,6 +203,7 @@ class Turns:
                 self.leave()
                 if phase is not None:
                     self._enter(phase)
+                    self._is_implied = implied
 
     def leave(self) -> None:
         """Leave the phase that there is, if any."""
@@ -347,7 +351,7 @@ class Turns:
                 (self._leave_rollout if phase is Phase.ROLLOUT else self._leave_train)()
         finally:
             # also after an error: the phase is over, whatever could not be put back
-            self.turn, self._block = Turn.IDLE, None
+            self.turn, self._block, self._is_implied = Turn.IDLE, None, False
 
     def _enter_rollout(self) -> None:
         # only after steps: an evaluation between two rollouts says nothing about how many there will be

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -171,17 +172,38 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
     FSDP2: a pass that compares log-probabilities would otherwise begin within one that FSDP2 takes for begun.
     """
 
-    def before_forward(*_: Any) -> None:
+    watched = (model, model.get_input_embeddings())
+    hook = _BeforeForward(model, runtime, watched)
+    return [module.register_forward_pre_hook(hook, prepend=True) for module in watched]
+
+
+class _BeforeForward:
+    """Enters the training phase. Copies of the model, an EMA say, and pickled ones have a hook that does nothing."""
+
+    def __init__(self, model: Any, runtime: Runtime, watched: Iterable[Any]) -> None:
+        # a copy that has been made by other means must keep neither
+        self._model, self._runtime = weakref.ref(model), weakref.ref(runtime)
+        self._watched = [weakref.ref(module) for module in watched]
+
+    @untraced  # else torch.compile would trace the runtime with the model
+    def __call__(self, module: Any, *_: Any) -> None:
+        model, runtime = self._model(), self._runtime()
+        if model is None or runtime is None or all(watched() is not module for watched in self._watched):
+            return
         # TRL has no call where training begins: its first forward pass tells
         in_rollout = runtime.phase is Phase.ROLLOUT
         # in a rollout any pass, also one without gradients: the engine's memory is in its way
         if in_rollout or (model.training and torch.is_grad_enabled() and runtime.phase is not Phase.TRAIN):
             with as_policy(model):
-                runtime.enter(Phase.TRAIN)
+                runtime.enter(Phase.TRAIN, implied=True)
 
-    hook = untraced(before_forward)  # else torch.compile would trace the runtime with the model
-    watched = (model, model.get_input_embeddings())
-    return [module.register_forward_pre_hook(hook, prepend=True) for module in watched]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Nothing, ()
+
+
+class _Nothing:
+    def __call__(self, *_: Any) -> None:
+        pass
 
 
 _REPORTED = re.compile("(eval_)?reward|reward_std|loss|kl|entropy|grad_norm|completions/mean_length|rewards/.*/mean")
@@ -231,7 +253,11 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, *_: Any, logs: Mapping[str, Any] | None = None, **__: Any) -> None:
         """Pass the trainer's metrics of steps and evaluations on to the runtime's report."""
-        found = {_NAMES.get(name, name): value for name, value in (logs or {}).items() if _REPORTED.fullmatch(name)}
+        found = {
+            _NAMES.get(name, name): value
+            for name, value in (logs or {}).items()
+            if _REPORTED.fullmatch(name) and value is not None  # of a reward without an opinion on any
+        }
         self._runtime.log(**found)
 
     def _add_metrics(self) -> None:

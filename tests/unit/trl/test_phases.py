@@ -1,6 +1,11 @@
+import copy
+import pickle
+
 import pytest
 import torch
+from transformers import TrainerCallback
 
+from colo.errors import PhaseError
 from colo.phases.phase import Phase
 from colo.report.charts import reward_chart
 from tests.trainers import logged, sums
@@ -38,6 +43,65 @@ def test_a_forward_pass_enters_training_only_where_it_trains(trainer):
     assert trainer.colo.phase is Phase.IDLE
     trainer.model(IDS)
     assert trainer.colo.phase is Phase.TRAIN
+
+
+def test_a_phase_that_a_pass_has_entered_is_nobodys_block(trainer):
+    """The user has opened none: samples may be asked for at any time, and blocks be opened."""
+    rt = trainer.colo
+    trainer.model.train()
+    trainer.model(IDS)
+    assert rt.phase is Phase.TRAIN
+    assert rt.generate([[1, 10]], max_tokens=2) and rt.phase is Phase.IDLE
+    for block in (rt.rollout, rt.train):
+        trainer.model(IDS)
+        with block():
+            assert rt.phase is not Phase.IDLE
+        assert rt.phase is Phase.IDLE
+    with rt.rollout(), torch.no_grad():
+        trainer.model(IDS)  # moves on to training
+    assert rt.generate([[1, 10]], max_tokens=2)
+
+
+def test_a_phase_that_was_asked_for_by_name_is_left_by_name(trainer):
+    trainer.colo.enter(Phase.TRAIN)
+    trainer.model(IDS)
+    with pytest.raises(PhaseError, match="inside train"):
+        trainer.colo.generate([[1, 10]], max_tokens=2)
+
+
+def test_callbacks_and_rewards_sample_from_the_runtime_whenever_they_are_called(make, attach):
+    texts = []
+
+    class Samples(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            texts.append(trainer.colo.generate([[1, 10]], max_tokens=2)[0].token_ids)
+
+        on_substep_end = on_step_end
+
+    def judged(completions, **_):
+        return [float(len(c.token_ids)) for c in trainer.colo.generate([[1, 10]] * len(completions), max_tokens=2)]
+
+    trainer = make(callbacks=[Samples()], reward=judged, max_steps=2, gradient_accumulation_steps=2)
+    attach(trainer)
+    trainer.train()
+    assert len(texts) == 4
+
+
+def test_copies_of_the_model_have_nothing_of_the_runtime(trainer):
+    """An EMA or a teacher is copied from the model, and saved."""
+    trainer.train()
+    hooks = [copy.deepcopy(hook) for hook in trainer.model._forward_pre_hooks.values()]
+    trainer.colo.enter(Phase.ROLLOUT)
+    for hook in (*hooks, *(pickle.loads(pickle.dumps(hook)) for hook in trainer.model._forward_pre_hooks.values())):
+        assert hook(trainer.model, (IDS,)) is None
+    assert hooks and trainer.colo.phase is Phase.ROLLOUT
+
+
+def test_a_reward_without_an_opinion_on_a_whole_batch_is_logged_as_none(make, attach):
+    trainer = make(reward=lambda completions, **_: [None] * len(completions))
+    attach(trainer)
+    trainer.train()
+    assert trainer.state.global_step
 
 
 @pytest.mark.parametrize("name", METRICS)
