@@ -133,8 +133,9 @@ def train(
     # all checks come before the model is loaded, which takes minutes
     checkpoint = _check_output(run, args)
     check_args(args)
-    lora = _check_model(model)
+    lora = _check_model(model, folded=args.colo_fold_adapter)
     rewards = _rewards(run, args)
+    _check_whole(run)
     dataset = _rows(run.dataset_name, run, run.dataset_train_split)
     evaluation = _evaluation(run, args)
     longest = 0
@@ -295,14 +296,26 @@ def _checkpoint_files(path: Path) -> list[str]:
     return sorted({file.name for pattern in _OF_A_CHECKPOINT for file in path.glob(pattern)})
 
 
-def _check_model(model: GRPOModelConfig) -> Any:
+def _check_model(model: GRPOModelConfig, *, folded: bool) -> Any:
     """The adapter's config, or `None`. Raises: as `check_path`, and `Unsupported` for an adapter that cannot be."""
     check_path(model.model_name_or_path)
     lora = get_peft_config(model)
     if lora is not None:
-        check_lora_config(lora)
+        check_lora_config(lora, folded=folded)
         refuse_adapted_head(model.model_name_or_path, lora, model.model_revision)
     return lora
+
+
+def _check_whole(run: RunArguments) -> None:
+    """Raise `ValueError` for options of a dataset that have no effect on a file."""
+    given = {
+        "--dataset_train_split": run.dataset_train_split != "train",
+        "--dataset_config": run.dataset_config,
+        "--dataset_streaming": run.dataset_streaming,
+    }
+    unused = [name for name, value in given.items() if value]
+    if unused and Path(run.dataset_name).is_file():
+        raise ValueError(f"{run.dataset_name} is a file, all of which is trained on: leave {', '.join(unused)} out")
 
 
 def _rows(name: str, run: RunArguments, split: str) -> Any:
@@ -321,6 +334,9 @@ def _evaluation(run: RunArguments, args: GRPORunConfig) -> Any:
     return _rows(run.dataset_name, run, run.dataset_test_split)
 
 
+_KINDS = (".jsonl", ".json", ".parquet", ".csv")
+
+
 def load_rows(
     name: str, split: str, *, config: str | None = None, streaming: bool = False, columns: Iterable[str] = ()
 ) -> Any:
@@ -331,11 +347,13 @@ def load_rows(
     raises.
     """
     path = Path(name)
-    if path.suffix in (".jsonl", ".json", ".parquet", ".csv") and not path.is_file():
+    if path.suffix in _KINDS and not path.is_file():
         raise ValueError(f"there is no file {path}: give a file of JSON lines, parquet or CSV, or a dataset's name")
     if path.suffix == ".jsonl":
         rows: Any = _from_lines(path)
     elif path.is_file():
+        if path.suffix not in _KINDS:
+            raise ValueError(f"{path} is no file of rows: give JSON lines, JSON, parquet or CSV, by the file's ending")
         kind = "csv" if path.suffix == ".csv" else "parquet" if path.suffix == ".parquet" else "json"
         rows = load_dataset(kind, data_files=str(path), split="train")
     elif Path(path, "dataset_info.json").is_file() or Path(path, "dataset_dict.json").is_file():

@@ -532,6 +532,8 @@ def make_torch_engine(model: Any, request: EngineRequest, mover: Mover, kv_cache
     """Make the embedded engine for the architecture of `model`, without its weights."""
     from colo.engines.torch import TorchEngine
 
+    if getattr(model, "generation_config", None) is None:
+        raise Unsupported(f"{type(model).__name__} generates nothing: load it with AutoModelForCausalLM")
     engine = TorchEngine(
         model.config, device=request.device, dtype=request.dtype, kv_cache_bytes=kv_cache_bytes, mover=mover
     )

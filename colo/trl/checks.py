@@ -85,6 +85,11 @@ def check_args(args: Any) -> None:
         raise Unsupported(
             f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: colo runs an engine on each GPU, leave 1"
         )
+    if getattr(args, "cast_lm_head_to_fp32", False):
+        raise Unsupported(
+            "cast_lm_head_to_fp32=True makes the trainer's head another than the engine's: leave it out, colo computes "
+            "log-probabilities in fp32"
+        )
     if getattr(args, "deepspeed", None):
         raise Unsupported(_DEEPSPEED)
 
@@ -194,8 +199,11 @@ def _names(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
     for name, p in model.named_parameters(remove_duplicate=False):
         if adapter is None or (p.requires_grad and f".{adapter}" in name):
             plain = name if adapter is None else name.replace(f".{adapter}", "", 1)
-            # PEFT saves `modules_to_save` with and without its wrapper's name
-            names.setdefault(id(p), []).extend({plain: 1, plain.replace(".modules_to_save", ""): 1})
+            # PEFT saves `modules_to_save` with and without its wrapper's name, and DoRA's vectors without `.weight`
+            known = {plain: 1, plain.replace(".modules_to_save", ""): 1}
+            if ".lora_magnitude_vector" in plain:
+                known[plain.removesuffix(".weight")] = 1
+            names.setdefault(id(p), []).extend(known)
             shapes[id(p)] = tuple(p.shape)
     return [(names[key], shapes[key]) for key in names]
 

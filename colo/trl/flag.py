@@ -217,7 +217,8 @@ class _WithEngine:
         check_output(args.output_dir)
         # before an engine is started, which takes a minute
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        check_columns(rewards, options.get("train_dataset"), options.get("eval_dataset"))
+        known = [] if options.get("rollout_func") else rewards  # which may return what rewards take
+        check_columns(known, options.get("train_dataset"), options.get("eval_dataset"))
         # both ways in which accelerate is told: by TRL's arguments, or by its launcher's environment
         is_sharded = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         if not isinstance(model, str) or is_sharded:
@@ -334,7 +335,9 @@ def _engine_options(model: str, args: Any, model_init_kwargs: Any, quantization_
         )
     options = dict(args.colo_engine_options or {})
     if quantization_config is not None:
-        if args.colo_engine != "vllm" or not getattr(quantization_config, "load_in_4bit", False):
+        if args.colo_engine != "vllm":
+            raise Unsupported("fast_inference shares a quantized model with vLLM alone: colo_engine='vllm'")
+        if not getattr(quantization_config, "load_in_4bit", False):
             raise Unsupported("fast_inference shares a quantized model with vLLM in 4 bits: load_in_4bit=True")
         options.setdefault("quantization", "bitsandbytes")
     if (model_init_kwargs or {}).get("revision"):

@@ -427,6 +427,10 @@ def test_wrong_usage_ends_with_2(colo, place, unloaded, given, words):
     [
         (["--reward_weights", "1", "--reward_weights", "2"], "there are 2 reward_weights for 1 rewards: give one for"),
         (["--per_device_train_batch_size", "64"], "the dataset has 12 rows, and a rollout takes 16 prompts"),
+        (
+            ["--dataset_train_split", "train[:8]"],
+            "sums.jsonl is a file, all of which is trained on: leave --dataset_train",
+        ),
         (["--eval_strategy", "steps"], "sums.jsonl has no split to evaluate on: pass --eval_dataset_name"),
         (["--dataset_columns", "prompt"], "dataset_columns 'prompt' renames nothing: write the new name, =, and"),
         (["--dataset_columns", "prompt=text"], "has no column 'text' to call 'prompt', but prompt, solution"),

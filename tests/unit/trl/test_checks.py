@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import functools
 import importlib.metadata
 import inspect
@@ -98,6 +99,7 @@ def test_what_a_trainer_lacks_is_named_with_the_version(name):
         (sharded_by(activation_checkpointing=True), Unsupported, "set gradient_checkpointing=True instead"),
         (sharded_by(cpu_offload=CPUOffloadPolicy()), Unsupported, "offload_params keeps weights in host memory"),
         (a_trainer(args={"use_transformers_continuous_batching": True}), ValueError, "use_transformers_continuous"),
+        (a_trainer(args={"cast_lm_head_to_fp32": True}), Unsupported, "cast_lm_head_to_fp32=True makes"),
     ],
     ids=[
         "use_vllm",
@@ -109,6 +111,7 @@ def test_what_a_trainer_lacks_is_named_with_the_version(name):
         "fsdp ac",
         "fsdp offload",
         "continuous batching",
+        "cast head",
     ],
 )
 def test_what_colo_does_not_do_is_refused_by_name(trainer, error, words):
@@ -129,7 +132,9 @@ LORA = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"])
 
 def model_of(checkpoint, lora=False):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, tie_word_embeddings=not lora)
-    return get_peft_model(model, LORA) if lora else model
+    if not lora:
+        return model
+    return get_peft_model(model, dataclasses.replace(LORA, **(lora if isinstance(lora, dict) else {})))
 
 
 def test_a_folder_that_can_be_made_is_not_made(tmp_path):
@@ -151,7 +156,7 @@ def test_a_closed_folder_is_refused(tmp_path, monkeypatch):
         check_output(tmp_path / "closed" / "out")
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, True, {"use_dora": True}], ids=["full", "lora", "dora"])
 @pytest.mark.parametrize("shard", ["20KB", "1GB"])
 def test_what_a_model_has_saved_is_its_checkpoint(checkpoint, tmp_path, lora, shard):
     model = model_of(checkpoint, lora)
@@ -317,6 +322,20 @@ def test_columns_that_are_there_are_enough():
 def test_a_column_that_is_missing_is_named(dataset, words):
     with pytest.raises(ValueError, match=words):
         check_columns([answered], dataset)
+
+
+def test_columns_that_a_rollout_may_return_are_not_missed(make, attach, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+    def answered(completions, verdict, **_):
+        return [1.0] * len(completions)
+
+    def rolled_out(prompts, trainer):
+        raise AssertionError("not called")
+
+    attach(make(reward=answered, made_with={"rollout_func": rolled_out}))
+    with pytest.raises(ValueError, match="takes verdict, and the dataset has"):
+        attach(make(reward=answered))
 
 
 def test_a_column_that_an_evaluation_would_miss_is_named():

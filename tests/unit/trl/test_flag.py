@@ -213,10 +213,13 @@ def test_what_colo_does_not_do_is_refused_before_an_engine_starts(make, monkeypa
         make_flagged(make, vllm_tensor_parallel_size=2)
 
 
-def test_quantization_is_refused_where_it_cannot_be_shared(make):
+@pytest.mark.parametrize(
+    ("engine", "words"), [("torch", "vLLM alone: colo_engine='vllm'"), ("vllm", "in 4 bits: load_in_4bit=True")]
+)
+def test_quantization_is_refused_where_it_cannot_be_shared(make, engine, words):
     config = BitsAndBytesConfig(load_in_8bit=True)
-    with pytest.raises(Unsupported, match="in 4 bits: load_in_4bit=True"):
-        make_flagged(make, made_with={"quantization_config": config})
+    with pytest.raises(Unsupported, match=words):
+        make_flagged(make, made_with={"quantization_config": config}, colo_engine=engine)
 
 
 def test_the_engine_is_closed_where_the_trainer_cannot_be_made(make, monkeypatch):
