@@ -184,7 +184,8 @@ class Turns:
             self.beside.close()  # what ended its block did not let it end
         is_over = self._block is not None and self._block.is_over  # what ended the block did not let it leave
         if (verb in _BEGIN and is_over) or (verb in (*_BEGIN, Verb.GENERATE) and self._is_implied):
-            self._leave()
+            with uninterrupted():
+                self._leave()
         if self.beside is not None and verb in NOT_BESIDE:
             raise PhaseError(
                 f"{called or verb}() while an async_rollout() samples: take() from that, or leave its block first"
