@@ -387,6 +387,8 @@ def main():
     parser.add_argument("--utilization", type=float, default=0.3 if HAS_GPU else 0.05)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
+    given.folder = given.folder.resolve()
+    os.chdir(given.folder)  # Unsloth writes what it has no path for
     standby = os.environ.get("UNSLOTH_VLLM_STANDBY", "0") == "1"
     import_unsloth(given.folder, four_bits=given.four_bits and not given.notebook)
     import trl
