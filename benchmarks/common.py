@@ -6,7 +6,6 @@ import ctypes
 import gc
 import json
 import multiprocessing
-import os
 import signal
 import statistics
 import sys
@@ -25,48 +24,46 @@ from rich.table import Table
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from colo.doctor import circumstances
+from colo.errors import Unsupported
 from colo.memory.offload import Mover, RegionSegment
+from colo.memory.probe import free_device_bytes
 from colo.memory.region import allocate_region
 from colo.phases.phase import Residency
 from colo.units import GIB, format_bytes, format_seconds
 
 _PARENT_ENDS = 1  # PR_SET_PDEATHSIG of Linux
 
-_END_S = 20.0
+_END_S = 60.0
 """Longest time to wait for a process to end by itself."""
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 
 _SHAPES: dict[str, Row] = {
-    "0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
+    name: {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
         "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
-    "30b-a3b": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-    },
+        "tie_word_embeddings": tied,
+    }
+    for name, hidden, intermediate, layers, heads, tied in (
+        ("0.6b", 1024, 3072, 28, 16, True),
+        ("1.7b", 2048, 6144, 28, 16, True),
+        ("4b", 2560, 9728, 36, 32, True),
+        ("8b", 4096, 12288, 36, 32, False),
+        ("14b", 5120, 17408, 40, 40, False),
+        ("32b", 5120, 25600, 64, 64, False),
+        ("30b-a3b", 2048, 6144, 48, 32, False),
+    )
+}
+_SHAPES["30b-a3b"] |= {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
 }
 _TINY: Row = {
     "vocab_size": 256,
@@ -165,7 +162,7 @@ def clocked(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def shape(name: str, device: torch.device, *, layers: int | None = None) -> PretrainedConfig:
-    """The configuration of Qwen3 `0.6b`, `8b` or `30b-a3b`; on a CPU a tiny one of the same kind.
+    """The configuration of a Qwen3, such as `0.6b` or `30b-a3b`; on a CPU a tiny one of the same kind.
 
     With a number of `layers` it has those of the shape, on a CPU too, and a small vocabulary.
     """
@@ -180,31 +177,42 @@ def shape(name: str, device: torch.device, *, layers: int | None = None) -> Pret
 
 
 @contextmanager
-def own_process() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own for calls, one at a time, which gives all of its memory back as the block ends.
+def own_processes(count: int = 1) -> Iterator[ProcessPoolExecutor]:
+    """Processes of their own for calls, which give all of their memory back as the block ends.
 
-    Where it does not end by itself, or the block is left by Ctrl-C or a limit of time, it is killed with its children;
-    so it is where this process is killed (on Linux).
+    Those that do not end by themselves are killed with their children: at once where the block is left by an error,
+    Ctrl-C or a limit of time, and on Linux where this process is killed.
     """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_end_with_parent) as executor:
-        worker = psutil.Process(executor.submit(os.getpid).result())
+    with ProcessPoolExecutor(count, mp_context=spawn, initializer=_end_with_parent) as executor:
+        workers = executor._processes  # Python has kill_workers from 3.14 on
         try:
             yield executor
             executor.shutdown(wait=False)
             give_up_s = time.monotonic() + _END_S
-            while psutil.pid_exists(worker.pid) and time.monotonic() < give_up_s:
+            while any(worker.is_alive() for worker in workers.values()) and time.monotonic() < give_up_s:
                 time.sleep(0.05)
         finally:
-            with suppress(psutil.NoSuchProcess):
-                for process in (*worker.children(recursive=True), worker):
-                    with suppress(psutil.NoSuchProcess):
-                        process.kill()
+            for pid in list(workers):
+                with suppress(psutil.NoSuchProcess):
+                    worker = psutil.Process(pid)
+                    for process in (*worker.children(recursive=True), worker):
+                        with suppress(psutil.NoSuchProcess):
+                            process.kill()
 
 
 def _end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_ENDS, signal.SIGKILL)
+
+
+def require_free(num_bytes: int, device: torch.device, instead: str) -> None:
+    """Refuse what holds `num_bytes` of the device at once where fewer are free. Raises: `Unsupported`."""
+    if (free_bytes := free_device_bytes(device)) < num_bytes:
+        raise Unsupported(
+            f"the benchmark needs more than {format_bytes(num_bytes)} free on {device}, where "
+            f"{format_bytes(free_bytes)} are: {instead}"
+        )
 
 
 def segment_of(size_bytes: int, mover: Mover) -> RegionSegment:

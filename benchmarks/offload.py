@@ -16,18 +16,17 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.common import Record, Row, clear, gigabytes_per_s, median_s, segment_of, shape, timed
+from benchmarks.common import Record, Row, clear, gigabytes_per_s, median_s, require_free, segment_of, shape, timed
 from colo.assembly.launch import launch
 from colo.config import Offload, RuntimeConfig
 from colo.engine import SamplingParams
-from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.memory.region import memory_saver
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Residency
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MasterWeights
-from colo.units import GIB, MIB, format_bytes
+from colo.units import GIB, MIB
 
 _CYCLES, _GROWTH_CYCLES = 5, 100
 
@@ -39,8 +38,7 @@ def run(record: Record, *, device: str, size: int | None = None) -> None:
     """
     target = torch.device(device)
     size_bytes = size or (8 * GIB if target.type == "cuda" else 64 * MIB)
-    if free_device_bytes(target) < 2 * size_bytes:
-        raise Unsupported(f"the benchmark needs {format_bytes(2 * size_bytes)} free on {device}; pass a smaller --size")
+    require_free(2 * size_bytes, target, "pass a smaller --size")
     record.tell("the limit: pinned copies")
     record.limit |= copy_limit(target, size_bytes)
     record.tell("colo")

@@ -11,11 +11,10 @@ over gloo, and the model is small: that shows that it works and no more.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import statistics
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.common import Record, Row, shape, timed
+from benchmarks.common import Record, Row, own_processes, shape, timed
 from colo.memory.load_plan import LoadPlan
 from colo.units import MIB
 from colo.weights.boxes import Box, slices_of
@@ -96,19 +95,14 @@ def _run_ranks(record: Record, measure: Callable[[int], None], ranks: int, folde
     Raises: the first error of a rank, at once; the others, which may wait for it, are killed.
     """
     before = list(record.rows)
-    with ProcessPoolExecutor(ranks, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running: Collection[Future[None]] = [pool.submit(measure, rank) for rank in range(ranks)]
-        try:
-            while running:
-                done, running = wait(running, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
-                told = (_found(folder, rank) for rank in range(ranks))
-                record.show([*before, *map(_of_all, zip(*told, strict=False))])
-                for job in done:
-                    job.result()
-        except BaseException:
-            for process in list(pool._processes.values()):  # Python has kill_workers from 3.14 on
-                process.kill()
-            raise
+    with own_processes(ranks) as processes:
+        running: Collection[Future[None]] = [processes.submit(measure, rank) for rank in range(ranks)]
+        while running:
+            done, running = wait(running, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+            told = (_found(folder, rank) for rank in range(ranks))
+            record.show([*before, *map(_of_all, zip(*told, strict=False))])
+            for job in done:
+                job.result()
 
 
 def _found(folder: str, rank: int) -> list[Row]:

@@ -25,10 +25,9 @@ from benchmarks.workload import (
     grpo_steps,
     held_bytes,
     prepared,
-    require_free,
+    require_room,
     shut_down,
     wait_for_pinning,
-    weights_bytes,
     worker_model,
 )
 from colo.runtime import Runtime
@@ -155,7 +154,7 @@ def _gap(rt: Runtime, size: Size) -> float | None:
 def _experts(setup: Setup) -> Iterator[Row]:
     """Weights of a mixture of experts into an engine in this process: recorded copies against `load_weights`."""
     config, device = setup.config, setup.device
-    require_free(setup, 2 * weights_bytes(config))  # a copy on either side
+    require_room(setup, weights=2)  # a copy on either side
     setup.tell("starting the engine")
     driven = setup.small().engine(own_process=False)
     source = _random_weights(config, device)

@@ -19,7 +19,7 @@ import torch
 from benchmarks.common import Record, Row, clear, silent
 from benchmarks.offload import copy_limit
 from benchmarks.tenants import LEVELS, OURS, PARTS, STREAMED, OneCopy, Side, Stopwatch, Tenants, TwoCopies
-from benchmarks.workload import Setup, grpo_steps, peak_device_bytes, prepared, require_free, weights_bytes
+from benchmarks.workload import Setup, grpo_steps, peak_device_bytes, prepared, require_room
 from colo.memory.probe import used_device_bytes
 from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.runtime import Runtime
@@ -153,7 +153,7 @@ def _memory(setup: Setup) -> Row:
     if setup.device.type == "cuda":
         setup = setup.resized(kv_cache_bytes=LARGE_KV_CACHE_BYTES, prompts=32, new_tokens=64, train_sequences=8)
     device, size = setup.device, setup.size
-    require_free(setup, weights_bytes(setup.config) + size.kv_cache_bytes)  # of a rollout
+    require_room(setup, weights=1, more_bytes=size.kv_cache_bytes)  # of a rollout
     rt = setup.resized(enforce_eager=True).launched()
     rt.model.gradient_checkpointing_enable()  # type: ignore[operator]
     clear(device)

@@ -26,10 +26,9 @@ from benchmarks.workload import (
     growth,
     held_bytes,
     prepared,
-    require_free,
+    require_room,
     shut_down,
     wait_for_pinning,
-    weights_bytes,
     worker_of,
 )
 from colo.engines.vllm import compat
@@ -47,7 +46,7 @@ def run(record: Record, *, shape: str, device: str) -> None:
     """Measure one shape; see `prepared`."""
     with prepared(record, shape, device, copies=False) as prepared_setup:
         setup = prepared_setup.small()
-        require_free(setup, 2 * weights_bytes(setup.config))  # a copy on either side
+        require_room(setup, weights=2)  # a copy on either side
         with setup.device:
             model = AutoModelForCausalLM.from_config(setup.config, dtype=setup.config.dtype)
         limit_s = sum(p.nbytes for p in model.parameters()) / device_copy_bytes_per_s(setup.device)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import clear, synchronize
+from benchmarks.common import clear, own_processes, synchronize
 from benchmarks.workload import Setup, Size, gradients, peak_device_bytes, shut_down, train_step, worker_model
 from colo.assembly.launch import default_optimizer
 from colo.config import Offload
@@ -321,12 +319,10 @@ class Side:
 
     def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
         """Start the process and make the object there. Raises: what making it raises."""
-        self._process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        try:
+        with ExitStack() as running:
+            self._process = running.enter_context(own_processes())
             self._process.submit(_make, make, arguments).result()
-        except BaseException:
-            self._process.shutdown()
-            raise
+            self._running = running.pop_all()
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object. Raises: the method's own error; `BrokenProcessPool` when its process ends."""
@@ -338,12 +334,13 @@ class Side:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Call the object's `close`, and end its process."""
+        """Call the object's `close`, and end its process; by Ctrl-C or a limit of time, its process at once."""
         try:
-            with suppress(*([BrokenProcessPool] if error is not None else [])):  # Ctrl-C reaches that process, too
-                self.call("close")
+            if error is None or isinstance(error, Exception):
+                with suppress(*([BrokenProcessPool] if error is not None else [])):
+                    self.call("close")
         finally:
-            self._process.shutdown()
+            self._running.__exit__(kind, error, traceback)
 
 
 def _make(make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,25 +30,13 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.common import Record, Row, clocked, own_process, timed
+from benchmarks.common import Record, Row, clocked, own_processes, timed
+from benchmarks.common import shape as shape_of
 from benchmarks.workload import peak_device_bytes
 from colo.errors import BudgetError
 from colo.memory.probe import free_device_bytes, used_device_bytes
 from colo.phases.phase import Phase
 from colo.units import GIB, format_bytes
-
-_END_S = 60.0
-
-SHAPES: dict[str, Row] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "14b": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "32b": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
-}
-"""Qwen3's, with random weights."""
 
 SIDES: dict[str, Row] = {
     "colo's flag, bf16 with fp32 masters": {"stock": False, "dtype": "bfloat16"},
@@ -66,12 +54,11 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
     card_bytes = options["card"] if device == "cuda" else None
     with tempfile.TemporaryDirectory() as place:
         longest, model = 64 + (options["context"] or options["tokens"]), Path(place) / "model"
-        with own_process() as process:  # this one uses no GPU: what it took would be counted
-            name = shape if device == "cuda" else "tiny"
-            folder = process.submit(_checkpoint, name, model, max(4096, longest)).result()
+        with own_processes() as process:  # this one uses no GPU: what it took would be counted
+            folder = process.submit(_checkpoint, shape, device, model, max(4096, longest)).result()
         for name in chosen:
             record.tell(name)
-            with _others(card_bytes) if card_bytes else nullcontext(0) as held_bytes, own_process() as process:
+            with _others(card_bytes) if card_bytes else nullcontext(0) as held_bytes, own_processes() as process:
                 try:
                     row = process.submit(_measured, name, str(folder), options | {"device": device}).result()
                 except Exception as error:  # noqa: BLE001 - the others are measured
@@ -79,14 +66,13 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
                     record.add({"way": name, "failed": str(error).partition("\n")[0] or type(error).__name__})
                     continue
                 record.add(row | {"peak_bytes": row["peak_bytes"] and row["peak_bytes"] - held_bytes})
-                with suppress(Exception):  # the row is kept, whatever becomes of this
-                    process.submit(_end).result(timeout=_END_S)
+                process.submit(_end)  # the row is kept, whatever becomes of this
 
 
 @contextmanager
 def _others(card_bytes: int) -> Iterator[int]:
     """Leave `card_bytes` of the GPU free, while another process holds the rest of it; yields how many bytes."""
-    with own_process() as process:
+    with own_processes() as process:
         yield process.submit(_hold, card_bytes).result()
 
 
@@ -120,27 +106,17 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
         return [end_s - start_s for start_s, end_s in pairwise(self.ends_s)]
 
 
-def _checkpoint(shape: str, folder: Path, context: int) -> Path:
+def _checkpoint(name: str, device: str, folder: Path, context: int) -> Path:
     """Write a checkpoint of random weights, for `context` tokens, with a tokenizer of characters."""
-    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     from colo.testing import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    vocabulary = 151936 if shape != "tiny" else len(tokenizer)
-    heads = (
-        {"num_key_value_heads": 8, "head_dim": 128} if shape != "tiny" else {"num_key_value_heads": 2, "head_dim": 32}
-    )
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        max_position_embeddings=context,
-        tie_word_embeddings=shape not in ("8b", "14b", "32b"),
-        **SHAPES[shape],
-        **heads,
-        **ends,
-    )
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    config = shape_of(name, torch.device(device))
+    config.update(ends | {"max_position_embeddings": context, "vocab_size": max(config.vocab_size, len(tokenizer))})
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config = GenerationConfig(**ends)
     model.save_pretrained(folder)

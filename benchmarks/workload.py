@@ -13,18 +13,18 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from benchmarks.common import Record, Row, Tell, clear, clocked, median_s, shape
+from benchmarks.common import Record, Row, Tell, clear, clocked, median_s, require_free, shape
 from colo.assembly.launch import launch
 from colo.config import RuntimeConfig
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.client.start import save_config
-from colo.errors import Unsupported
-from colo.memory.probe import free_device_bytes, torch_pinned_bytes, used_device_bytes
+from colo.memory.probe import torch_pinned_bytes, used_device_bytes
+from colo.planning.model_shape import ModelShape
 from colo.runtime import Runtime
-from colo.units import GIB, MIB, format_bytes
+from colo.units import GIB, MIB
 
 PINNING_S = 120.0
 """Longest time to wait for pinning."""
@@ -175,22 +175,11 @@ def prepared(record: Record, shape_name: str, device: str, *, copies: bool = Tru
         )
 
 
-def require_free(setup: Setup, num_bytes: int) -> None:
-    """Refuse a benchmark that holds `num_bytes` of the device at once where fewer are free. Raises: `Unsupported`."""
-    free_bytes = free_device_bytes(setup.device)
-    if free_bytes < num_bytes:
-        needed, free = format_bytes(num_bytes), format_bytes(free_bytes)
-        raise Unsupported(
-            f"{setup.shape_name} needs more than {needed} free on {setup.device}, where {free} are: take a smaller"
-            " --shape, or a GPU with more memory"
-        )
-
-
-def weights_bytes(config: PretrainedConfig) -> int:
-    """Bytes of a model's weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    return sum(parameter.nbytes for parameter in model.parameters())
+def require_room(setup: Setup, *, weights: int, more_bytes: int = 0) -> None:
+    """Refuse a shape of which `weights` copies and more bytes do not fit the device. Raises: `Unsupported`."""
+    weights_bytes = ModelShape.from_config(setup.config.to_dict()).num_parameters * setup.config.dtype.itemsize
+    instead = "take a smaller --shape, or a GPU with more memory"
+    require_free(weights * weights_bytes + more_bytes, setup.device, instead)
 
 
 def wait_for_pinning(pids: Iterable[int]) -> None:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import common
-from benchmarks.common import Record, clear, gigabytes_per_s, median_s, own_process, rows_tables, timed
+from benchmarks.common import Record, clear, gigabytes_per_s, median_s, own_processes, rows_tables, timed
 
 CPU = torch.device("cpu")
 
@@ -137,7 +137,7 @@ class Stopped(BaseException):
 
 def test_a_call_that_hangs_holds_up_no_limit_of_time_and_leaves_no_process():
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(Stopped), own_process() as process:
+    with pytest.raises(Stopped), own_processes() as process:
         process.submit(sleep_for_ever)
         while not any(child.name() == "sleep" for child in psutil.Process().children(recursive=True)):
             time.sleep(0.05)
@@ -147,7 +147,7 @@ def test_a_call_that_hangs_holds_up_no_limit_of_time_and_leaves_no_process():
 
 
 def test_a_process_of_its_own_ends_by_itself_once_its_calls_are_made():
-    with own_process() as process:
+    with own_processes() as process:
         pid = process.submit(os.getpid).result()
         assert pid != os.getpid()
     assert not psutil.pid_exists(pid)

@@ -1,13 +1,14 @@
 """Which copies a step waits for, and who is asked for its peak."""
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import workload
-from benchmarks.tenants import exposed_s, of_short_step
+from benchmarks import tenants, workload
+from benchmarks.tenants import Side, exposed_s, of_short_step
 from colo.phases.trace import Trace
 
 
@@ -58,3 +59,23 @@ def test_a_short_step_trains_two_micro_batches_as_long_as_those_of_a_whole_one()
     size = replace(workload.SIZES["cpu"], prompt_tokens=3, new_tokens=7, train_sequences=2)
     sampled = [(1, 2, 3, number) for number in range(9)]
     assert of_short_step(sampled, size) == [[1, 2, 3, n, 1, 2, 3, n, 1, 2] for n in range(4)]
+
+
+class Hangs:
+    def step(self):
+        time.sleep(600)
+
+    def close(self):
+        raise AssertionError("it would wait behind the step")
+
+
+class Ended(BaseException):
+    pass
+
+
+def test_a_side_that_hangs_holds_up_no_limit_of_time():
+    start_s = time.monotonic()
+    with pytest.raises(Ended), Side(Hangs) as side:
+        side._process.submit(tenants._call, "step", ())
+        raise Ended
+    assert time.monotonic() - start_s < 300

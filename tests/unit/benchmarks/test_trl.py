@@ -26,7 +26,7 @@ def test_the_longest_completion_is_the_last_that_a_whole_step_took(tmp_path, mon
     monkeypatch.setattr(trl, "low_tokens", fails)
     words = ["--device", "cpu", "--engine", "torch", "--batch", "1", "--accumulation", "2", "--kv-cache", "64MiB"]
     options = app.commands["trl"].make_context("trl", [*words, "--context", "256"]).params
-    row = trl._measured(FLAG, str(trl._checkpoint("tiny", tmp_path / "model", 512)), options)
+    row = trl._measured(FLAG, str(trl._checkpoint("0.6b", "cpu", tmp_path / "model", 512)), options)
     trl._to_close.pop().close()
     gc.collect()
     assert (row["context"], row["ended"]) == (longest, None if limit > 256 else "no memory")
@@ -41,7 +41,7 @@ def test_a_side_that_lacks_memory_is_a_row_and_the_others_go_on(tmp_path, monkey
     monkeypatch.setattr(trl, "SIDES", {FLAG: {"stock": False}, "other": {"stock": False}})
     monkeypatch.setattr(trl, "_measured", measured)
     monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
-    monkeypatch.setattr(trl, "own_process", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(trl, "own_processes", lambda: ThreadPoolExecutor(1))
     record = Record("trl", "command")
     trl.run(record, shape="8b", device="cpu", sides="", card=None, context=None, tokens=8)
     assert record.rows == [{"way": FLAG, "failed": "no memory"}, {"way": "other", "peak_bytes": 8}]
@@ -57,7 +57,7 @@ def test_a_step_is_clocked_with_the_optimizers(tmp_path):
     words = ["--device", "cpu", "--engine", "torch", "--batch", "2", "--tokens", "4", "--steps", "3"]
     options = app.commands["trl"].make_context("trl", [*words, "--kv-cache", "64MiB"]).params
     try:
-        row = trl._measured(FLAG, str(trl._checkpoint("tiny", tmp_path / "model", 512)), options)
+        row = trl._measured(FLAG, str(trl._checkpoint("0.6b", "cpu", tmp_path / "model", 512)), options)
     finally:
         hook.remove()
         trl._to_close.pop().close()
