@@ -334,7 +334,7 @@ def _evaluation(run: RunArguments, args: GRPORunConfig) -> Any:
     return _rows(run.dataset_name, run, run.dataset_test_split)
 
 
-_KINDS = (".jsonl", ".json", ".parquet", ".csv")
+_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def load_rows(
@@ -354,8 +354,7 @@ def load_rows(
     elif path.is_file():
         if path.suffix not in _KINDS:
             raise ValueError(f"{path} is no file of rows: give JSON lines, JSON, parquet or CSV, by the file's ending")
-        kind = "csv" if path.suffix == ".csv" else "parquet" if path.suffix == ".parquet" else "json"
-        rows = load_dataset(kind, data_files=str(path), split="train")
+        rows = load_dataset(_KINDS[path.suffix], data_files=str(path), split="train")
     elif Path(path, "dataset_info.json").is_file() or Path(path, "dataset_dict.json").is_file():
         saved = load_from_disk(name)
         rows = saved[split] if isinstance(saved, Mapping) else saved

@@ -175,9 +175,10 @@ class Turns:
             )
 
     def require(self, verb: Verb, *, called: str | None = None) -> None:
-        """Raise `PhaseError` unless `verb` is allowed now. A phase whose block has ended is left first.
+        """Raise `PhaseError` unless `verb` is allowed now. What nobody is in by name is left first.
 
-        So is sampling beside the trainer. `called` is what the loop has called.
+        That is a phase whose block has ended or that was implied, and sampling beside the trainer whose block has.
+        `called` is what the loop has called.
         """
         self.check_process()
         if self.beside is not None and self.beside.is_over:

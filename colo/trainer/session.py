@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import finalize
 
@@ -30,7 +30,7 @@ from colo.trainer.backward import BackwardWatch, weakly
 from colo.trainer.gradients import unreduced
 from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts, as_torch, parameters_of
-from colo.trainer.state import TrainerState, untraced
+from colo.trainer.state import TrainerState, UncopiedHook, untraced
 from colo.trainer.streamed import StreamedState
 from colo.trainer.window import RANGE_BYTES
 
@@ -274,23 +274,6 @@ def _has_other_ranks() -> bool:
 # ---- state that colo does not see -----------------------------------------------------------------------------------
 
 
-class _LoadHook:
-    """A hook of a module; a copy of the module, or one that is saved, has it without effect."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *given: Any) -> None:
-        self._call(*given)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _LoadHook, (_do_nothing,)
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
-
-
 class UnseenState:
     """Looks for state that colo does not see, which never leaves the device, and warns of each kind once.
 
@@ -320,7 +303,7 @@ class UnseenState:
             if module is model or any(
                 p.requires_grad and p in self._versions for p in module.parameters(recurse=False)
             ):
-                self._hooks.append(module.register_load_state_dict_post_hook(_LoadHook(weakly(self._on_load))))
+                self._hooks.append(module.register_load_state_dict_post_hook(UncopiedHook(weakly(self._on_load))))
         finalize(self, _remove, self._hooks)  # of a runtime that is dropped
 
     def remove(self) -> None:

@@ -479,3 +479,21 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a hook from tracing: a step under `torch.compile` calls it."""
     disabled: Callable[..., Any] = torch.compiler.disable(hook)
     return disabled
+
+
+class UncopiedHook:
+    """A hook of a module; a copy of the module, or one that is saved, has it without effect."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> None:
+        """Call what it was made of."""
+        self._call(*given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UncopiedHook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass

@@ -91,8 +91,8 @@ def attach(
         engine = _unsloths(trainer, llm, engine, engine_options)
     check_fused_head(trainer.model)
     check_output(trainer.args.output_dir)
-    known = [] if getattr(trainer, "rollout_func", None) else trainer.reward_funcs  # which may return what rewards take
-    check_columns(known, trainer.train_dataset, trainer.eval_dataset)
+    rollout_func = getattr(trainer, "rollout_func", None)
+    check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset, rollout_func=rollout_func)
     engine = default_engine(trainer.accelerator.device) if engine is None else engine
     options = dict(engine_options or {})
     if config is not None and config.release_gradients:

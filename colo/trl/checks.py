@@ -262,11 +262,13 @@ def checked(reward: Any, name: str, trainer: Any) -> Any:
     return call
 
 
-def check_columns(rewards: Sequence[Any], train: Any, evaluation: Any = None) -> None:
+def check_columns(rewards: Sequence[Any], train: Any, evaluation: Any = None, *, rollout_func: Any = None) -> None:
     """Raise `ValueError` for columns that TRL or a reward function asks for and a dataset does not have.
 
     A dataset that does not know its columns, such as a stream, is not checked. `evaluation` may be several, by name.
+    A `rollout_func` may return what rewards take.
     """
+    rewards = [] if rollout_func is not None else rewards
     others = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
     for dataset, name in ((train, "the dataset"), *((o, f"eval_dataset {n}".rstrip()) for n, o in others.items())):
         columns = getattr(dataset, "column_names", None)

@@ -217,8 +217,8 @@ class _WithEngine:
         check_output(args.output_dir)
         # before an engine is started, which takes a minute
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        known = [] if options.get("rollout_func") else rewards  # which may return what rewards take
-        check_columns(known, options.get("train_dataset"), options.get("eval_dataset"))
+        datasets = options.get("train_dataset"), options.get("eval_dataset")
+        check_columns(rewards, *datasets, rollout_func=options.get("rollout_func"))
         # both ways in which accelerate is told: by TRL's arguments, or by its launcher's environment
         is_sharded = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         if not isinstance(model, str) or is_sharded:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +20,7 @@ from colo.engines.sampling import row_seed
 from colo.errors import EngineLost, Unsupported
 from colo.phases.phase import Phase
 from colo.runtime import Runtime
-from colo.trainer.state import untraced
+from colo.trainer.state import UncopiedHook, untraced
 from colo.trl.partial import PartialRollouts
 from colo.units import GIB
 from colo.weights.sources.folded import changes_nothing
@@ -172,24 +171,7 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
     FSDP2: a pass that compares log-probabilities would otherwise begin within one that FSDP2 takes for begun.
     """
 
-    watched = (model, model.get_input_embeddings())
-    hook = _BeforeForward(model, runtime, watched)
-    return [module.register_forward_pre_hook(hook, prepend=True) for module in watched]
-
-
-class _BeforeForward:
-    """Enters the training phase. Copies of the model, an EMA say, and pickled ones have a hook that does nothing."""
-
-    def __init__(self, model: Any, runtime: Runtime, watched: Iterable[Any]) -> None:
-        # a copy that has been made by other means must keep neither
-        self._model, self._runtime = weakref.ref(model), weakref.ref(runtime)
-        self._watched = [weakref.ref(module) for module in watched]
-
-    @untraced  # else torch.compile would trace the runtime with the model
-    def __call__(self, module: Any, *_: Any) -> None:
-        model, runtime = self._model(), self._runtime()
-        if model is None or runtime is None or all(watched() is not module for watched in self._watched):
-            return
+    def before_forward(*_: Any) -> None:
         # TRL has no call where training begins: its first forward pass tells
         in_rollout = runtime.phase is Phase.ROLLOUT
         # in a rollout any pass, also one without gradients: the engine's memory is in its way
@@ -197,13 +179,10 @@ class _BeforeForward:
             with as_policy(model):
                 runtime.enter(Phase.TRAIN, implied=True)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Nothing, ()
-
-
-class _Nothing:
-    def __call__(self, *_: Any) -> None:
-        pass
+    # untraced, or torch.compile would trace the runtime with the model; uncopied: an EMA's pass enters nothing
+    hook = UncopiedHook(untraced(before_forward))
+    watched = (model, model.get_input_embeddings())
+    return [module.register_forward_pre_hook(hook, prepend=True) for module in watched]
 
 
 _REPORTED = re.compile("(eval_)?reward|reward_std|loss|kl|entropy|grad_norm|completions/mean_length|rewards/.*/mean")
