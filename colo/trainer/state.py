@@ -12,6 +12,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -481,15 +482,11 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
-class UncopiedHook:
-    """A hook of a module; a copy of the module, or one that is saved, has it without effect."""
+class UncopiedHook(partial[None]):
+    """A hook of a module; a copy of the module, or one that is saved, has it without effect.
 
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *given: Any) -> None:
-        """Call what it was made of."""
-        self._call(*given)
+    It has no frame of its own for torch.compile to trace.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UncopiedHook, (_do_nothing,)
