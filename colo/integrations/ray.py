@@ -12,11 +12,11 @@ Ray moves a bundle of a node that is gone to another node, as soon as one has ro
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 import httpx
 
@@ -42,7 +42,6 @@ START_S = 1200.0
 """Seconds that a server may take to start, and a bundle to find a node."""
 
 _ENDS_S = 30.0
-_PARENT_ENDS = 1  # PR_SET_PDEATHSIG of Linux
 
 
 class Servers:
@@ -260,8 +259,8 @@ class _Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
             )
+        self._lifeline = end_with_this_process(self._process.pid)
         url, give_up_s = f"http://{address}:{port}", time.monotonic() + deadline_s
         while time.monotonic() < give_up_s and self._process.poll() is None:
             with suppress(httpx.TransportError):
@@ -280,7 +279,30 @@ class _Server:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_ENDS_S)
             os.killpg(self._process.pid, signal.SIGKILL)
+        if not self._lifeline.closed:
+            self._lifeline.write(b"ended")
+            self._lifeline.close()
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PARENT_ENDS, signal.SIGTERM)
+_GUARD = """
+import os, signal, sys, time
+if not sys.stdin.buffer.read(1):
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(int(sys.argv[1]), number)
+        time.sleep(float(sys.argv[2]))
+"""
+_APART = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
+
+
+def end_with_this_process(group: int) -> BinaryIO:
+    """End a process group with this process, however that ends, unless the result is written to before.
+
+    Ray kills the processes that a worker has started, and no others: a server, and not the engine that it has started.
+    So a process that is nobody's child watches over the group.
+    """
+    reading, writing = os.pipe()
+    guard = [sys.executable, "-c", _GUARD, str(group), str(_ENDS_S)]
+    with os.fdopen(reading, "rb") as stdin:
+        nothing = subprocess.DEVNULL
+        subprocess.run([sys.executable, "-c", _APART, *guard], stdin=stdin, stdout=nothing, stderr=nothing, check=True)
+    return os.fdopen(writing, "wb", buffering=0)

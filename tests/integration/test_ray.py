@@ -4,9 +4,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -32,6 +34,7 @@ def test_a_server_whose_node_is_lost_is_started_elsewhere_and_samples_the_presen
     tiny_tokenizer().save_pretrained(tmp_path)
     paths = [str(Path(__file__).parents[2]), *([FOLDER] if FOLDER else [])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAY_DISABLE_IMPORT_WARNING": "1"}
+    environment["COLO_CLUSTER"] = str(tmp_path)  # by which its processes are known
     command = [sys.executable, Path(__file__).with_name("ray_nodes.py"), tmp_path]
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -41,3 +44,23 @@ def test_a_server_whose_node_is_lost_is_started_elsewhere_and_samples_the_presen
     assert float(steps[-1][0]) > float(steps[0][0]) + 0.1
     before, _, after = done.stdout.partition("a node is lost")
     assert "replaced by" not in before and len(re.findall("replaced by a vLLM .* server at", after)) == 1
+    assert no_process_is_left(str(tmp_path)), "an engine, whose server Ray has killed with the node"
+
+
+def no_process_is_left(cluster, seconds=120):
+    """True once no process of a cluster lives; what a lost node had started is given time to end."""
+    give_up_s = time.monotonic() + seconds
+    while left := [process for process in psutil.process_iter() if is_of(process, cluster)]:
+        if time.monotonic() > give_up_s:
+            for process in left:
+                process.kill()
+            return False
+        time.sleep(0.5)
+    return True
+
+
+def is_of(process, cluster):
+    try:
+        return process.environ().get("COLO_CLUSTER") == cluster and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
