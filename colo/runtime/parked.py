@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator
+from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -38,6 +39,9 @@ class ParkedModule:
         taken: Collection[int],
     ) -> None:
         """`taken` are the `id`s of tensors that the runtime moves already. Raises: `Unsupported`, naming a tensor."""
+        for given, kind in ((module, nn.Module), (optimizer, (torch.optim.Optimizer, NoneType))):
+            if not isinstance(given, kind):
+                raise TypeError(f"park() takes a module, and its optimizer or None, not a {type(given).__name__}")
         self.segment = Parking(name, mover, name_of=lambda _: name)
         # weak: parking keeps neither of them alive
         self._module = ref(module)
@@ -53,6 +57,9 @@ class ParkedModule:
                 raise Unsupported(f"{name}: {key} is the runtime's already, which moves it as the phases ask for")
             if tensor.device != mover.device:
                 raise Unsupported(f"{name}: {key} is on {tensor.device}: call module.to({str(mover.device)!r}) before")
+        stepped = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(parameter) in taken for parameter in stepped):
+            raise Unsupported(f"{name}: the optimizer steps weights that the runtime moves already")
         # by our own note: on a CPU, where host and device are one, nothing else would tell
         self.look()
         self._hooks = [module.register_forward_pre_hook(weakly(self._check))]
@@ -61,7 +68,7 @@ class ParkedModule:
 
     def look(self) -> None:
         """Take in gradients and state that are new."""
-        self.segment.look(self._tensors())
+        self.segment.look(self.tensors())
 
     def close(self) -> None:
         """Bring everything back, or leave it in host memory where there is no room, and take the hooks away."""
@@ -74,7 +81,8 @@ class ParkedModule:
         finally:
             self.segment.hand_over()
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Weights, buffers, gradients and state, as far as they are there."""
         module = self._module()
         optimizer = None if self._optimizer is None else self._optimizer()
         if module is not None:

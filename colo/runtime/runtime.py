@@ -307,12 +307,13 @@ class Runtime:
         Its weights, gradients and state are on the device within `rt.train()`, and in pinned host memory during
         rollouts where their bytes are needed (always with `offload="always"`); read or saved there they are ordinary
         host tensors. They are a segment of the report, `name` or else the class's. Called on every rank, or on none.
-        Raises: `PhaseError` inside a rollout; `Unsupported` for tensors that are not plain or not on the device, for
-        those of the runtime itself, and DistributedDataParallel; `BudgetError` when a phase would not fit with it. The
-        module's own calls raise `PhaseError` while it is away.
+        Raises: `PhaseError` inside a rollout or after `close()`; `Unsupported` for tensors that are not plain or not on
+        the device, for those of the runtime itself or of a module that is parked, and DistributedDataParallel;
+        `BudgetError` when a phase would not fit with it. The module's own calls raise `PhaseError` while it is away.
         """
         self._turns.check_process()
-        taken = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+        others = [tensor for parked in self._turns.parked for tensor in parked.tensors()]
+        taken = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers(), *others)}
         parked = ParkedModule(module, optimizer, self._mover, name=name or type(module).__name__, taken=taken)
         try:
             prepare_arena(self._turns.park(parked), self._mover)

@@ -65,6 +65,7 @@ class Verb(StrEnum):
     BACKWARD = "backward"
     STEP = "step"
     RECOVER = "recover"
+    PARK = "park"
     CLOSE = "close"
 
 
@@ -75,7 +76,7 @@ EDGES: Mapping[tuple[Verb, Turn], Turn] = MappingProxyType(
         **{(Verb.TRAIN, turn): Turn.TRAIN for turn in _HERE},
         **{(Verb.LEAVE, turn): Turn.IDLE for turn in (Turn.ROLLOUT, Turn.TRAIN)},
         **{(Verb.GENERATE, turn): Turn.ROLLOUT for turn in (*_HERE, Turn.ROLLOUT)},
-        **{(Verb.BACKWARD, turn): turn for turn in (*_HERE, Turn.TRAIN)},
+        **{(verb, turn): turn for turn in (*_HERE, Turn.TRAIN) for verb in (Verb.BACKWARD, Verb.PARK)},
         **{(Verb.STEP, turn): Turn.STEP for turn in _HERE},
         (Verb.STEP, Turn.TRAIN): Turn.TRAIN,
         **{(Verb.RECOVER, turn): Turn.IDLE for turn in _HERE},
@@ -89,7 +90,11 @@ NOT_BESIDE = frozenset({Verb.ROLLOUT, Verb.GENERATE, Verb.RECOVER})
 
 _BEGIN = (Verb.ROLLOUT, Verb.TRAIN, Verb.RECOVER)
 _CALLS = {Verb.STEP: "optimizer.step()"}
-_INSTEAD = {Verb.GENERATE: "`with rt.rollout():`", Verb.STEP: "`with rt.train():`", Verb.BACKWARD: "`with rt.train():`"}
+_INSTEAD = {
+    Verb.GENERATE: "`with rt.rollout():`",
+    **dict.fromkeys((Verb.STEP, Verb.BACKWARD), "`with rt.train():`"),
+    Verb.PARK: "`rt.park(module)`",
+}
 
 
 def next_turn(verb: Verb, turn: Turn) -> Turn:
@@ -227,14 +232,12 @@ class Turns:
     def park(self, parked: ParkedModule) -> Transition:
         """Let a module leave for rollouts from now on; returns the plan of the next one.
 
-        Raises: `PhaseError` inside a rollout, `ValueError` for a name that is taken, `BudgetError` when a phase would
-        not fit with it.
+        Raises: `PhaseError` inside a rollout or after `close()`, `ValueError` for a name that is taken, `BudgetError`
+        when a phase would not fit with it.
         """
         segment = parked.segment
         with self.lock, uninterrupted():
-            # it is resident, and the plan of this rollout was made without it
-            if self.turn is Turn.ROLLOUT:
-                raise PhaseError("park() inside rollout(): leave the block first")
+            self.require(Verb.PARK)  # in a rollout it is resident, which that one's plan does not know
             if segment.name in self._scheduler.segments:
                 raise ValueError(f"there is a segment {segment.name!r} already: give park() another name")
             self._scheduler.add(segment, {Phase.TRAIN: Need.RESIDENT})

@@ -7,12 +7,14 @@ model's weights are the masters rounded (mixed-precision training, arXiv:1710.03
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from colo.errors import Unsupported
 from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import assembly_of, is_dtensor, local_shard
 from colo.memory.uninterrupted import uninterrupted
@@ -109,6 +111,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         self._loading: dict[Any, Any] = {}
         self._remainders = bucket_bytes is not None if remainders is None else remainders
         self.inner = make_optimizer([self._with_masters(group) for group in groups])
+        _check_inner(self.inner)
         # the inner optimizer is known only once it is made, so that it is made again with whole masters
         if self._remainders and remainders is None and why_not_separable(self.inner) is not None:
             self._remainders = False  # it may look at all masters at once, or as it is made
@@ -507,6 +510,19 @@ def _joined(parameter: torch.Tensor, remainder: torch.Tensor, digests: torch.Ten
     # digests of the present weight against those of the kept remainder: blocks that were written to lose it
     kept = remainder.to(device).reshape(-1).masked_fill(written_blocks(weight, digests.to(device)), 0)
     return join(weight, kept).view(parameter.shape)
+
+
+def _check_inner(made: Any) -> None:
+    kind = type(made).__name__
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"the function that MasterWeights was given returned a {kind} in place of an optimizer")
+    try:
+        inspect.signature(made.step).bind()
+    except TypeError:  # such as of `LBFGS`
+        raise Unsupported(
+            f"{kind}.step asks for a closure, and masters are stepped from the gradients that are there: take another "
+            "optimizer, or keep the weights in fp32 and leave MasterWeights out"
+        ) from None
 
 
 def _numbers(state_dict: dict[str, Any]) -> list[int]:

@@ -326,6 +326,11 @@ def _make_optimizer(trainer: Any) -> None:
                 f"optim={trainer.args.optim!r} makes several optimizers, and colo keeps fp32 masters for one: load the "
                 "model in float32, or take another optim"
             )
+        if hasattr(kind, "eval"):  # such as schedule-free ones, which the trainer would switch
+            raise Unsupported(
+                f"optim={trainer.args.optim!r} trains other weights than it evaluates, and colo keeps fp32 masters of "
+                "one: load the model in float32, or take another optim"
+            )
 
         class WithMasters(MasterWeightsOptimizer):  # a class, since transformers takes a function for a factory
             def __init__(self, groups: Any, **given: Any) -> None:

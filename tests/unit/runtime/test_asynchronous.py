@@ -235,6 +235,7 @@ def test_a_verb_is_allowed_or_refused_beside_it(rt, verb, turn):
         Verb.GENERATE: lambda: rt.generate(PROMPTS, max_tokens=2),
         Verb.BACKWARD: lambda: rt.model(input_ids=torch.tensor([[1, 2]])).logits.sum().backward(),
         Verb.STEP: lambda: train_step(rt),
+        Verb.PARK: lambda: rt.park(torch.nn.Linear(2, 2)),
         Verb.RECOVER: rt.recover,
         Verb.CLOSE: rt.close,
     }

@@ -96,7 +96,15 @@ def test_what_cannot_be_parked_is_refused_and_left_as_it_was():
     own = rt.model.lm_head
     with pytest.raises(Unsupported, match="weight is the runtime's already"):
         rt.park(own)
-    rt.park(nn.Linear(2, 2), name="judge")
+    judge = nn.Linear(2, 2)
+    rt.park(judge, torch.optim.AdamW(judge.parameters()), name="judge")
+    with pytest.raises(Unsupported, match="second: 0.weight is the runtime's already"):
+        rt.park(nn.Sequential(judge), name="second")
+    with pytest.raises(Unsupported, match="Linear: the optimizer steps weights that the runtime moves already"):
+        rt.park(nn.Linear(2, 2), rt.optimizer)
+    for given in (("judge",), (judge, judge), (None,)):
+        with pytest.raises(TypeError, match="park\\(\\) takes a module, and its optimizer or None"):
+            rt.park(*given)
     with pytest.raises(ValueError, match="segment 'judge' already: give park\\(\\) another name"):
         rt.park(other := nn.Linear(2, 2), name="judge")
     with rt.rollout():
@@ -104,6 +112,8 @@ def test_what_cannot_be_parked_is_refused_and_left_as_it_was():
     with pytest.raises(Unsupported, match="meta"):
         rt.park(nn.Linear(2, 2, device="meta"))
     rt.close()
+    with pytest.raises(PhaseError, match="the runtime is closed"):
+        rt.park(nn.Linear(2, 2))
 
 
 def test_a_module_that_would_not_fit_beside_the_others_is_refused_with_its_bytes():

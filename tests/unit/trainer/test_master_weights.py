@@ -5,6 +5,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Adafactor
 
+from colo.errors import Unsupported
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
@@ -381,3 +382,11 @@ def assert_equal(optimizer, params, reference, others):
 def test_an_optimizer_that_is_made_already_has_no_masters():
     with pytest.raises(TypeError, match="such as lambda params: AdamW.* not an instance of SGD"):
         MasterWeights(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+def test_what_makes_no_optimizer_or_one_that_asks_for_a_closure_is_refused():
+    for made in (None, "adamw"):
+        with pytest.raises(TypeError, match=f"returned a {type(made).__name__} in place of an optimizer"):
+            MasterWeights(lambda params, made=made: made)(parameters())
+    with pytest.raises(Unsupported, match="LBFGS.step asks for a closure"):
+        MasterWeights(torch.optim.LBFGS)(parameters())

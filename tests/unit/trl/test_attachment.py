@@ -329,6 +329,28 @@ def test_several_optimizers_for_weights_in_16_bits_are_refused_by_name(make, att
     assert not hasattr(trainer, "colo")
 
 
+class Averaged(torch.optim.SGD):
+    """Like schedule-free optimizers, which evaluate an average of the weights that they train."""
+
+    def train(self):
+        """Put the weights that are trained into the parameters."""
+
+    def eval(self):
+        """Put their average into the parameters."""
+
+
+def test_an_optimizer_that_evaluates_other_weights_in_16_bits_is_refused_by_name(make, attach):
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"})
+    trainer.optimizer_cls_and_kwargs = Averaged, {"lr": 0.1}
+    with pytest.raises(Unsupported, match="trains other weights than it evaluates"):
+        attach(trainer)
+    assert not hasattr(trainer, "colo")
+    trainer = make()
+    trainer.optimizer_cls_and_kwargs = Averaged, {"lr": 0.1}
+    attach(trainer)
+    assert isinstance(trainer.optimizer.optimizer, Averaged)
+
+
 @pytest.fixture
 def sharded(mesh, make, monkeypatch):
     """Makes trainers with the plugin; what accelerate's processes share is as before afterwards."""
