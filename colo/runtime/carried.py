@@ -203,8 +203,16 @@ class Carried:
         In the order of prompts and samples; of a number of groups the first ones, others that have ended wait with the
         rest. Rows with tokens of weights more than `max_age` versions back begin anew.
         When a round fails, rows keep what they have; new prompts are under way only once one of them has tokens.
-        `options` are those of `options_of`. Raises: as `Engine.generate`.
+        `options` are those of `options_of`. Raises: as `Engine.generate`; `Unsupported` for rows that were begun with
+        an adapter where there is none now, and the other way.
         """
+        begun = [row.adapter for group in self._groups.values() for row in group.rows if row.token_ids]
+        if others := sum((name is None) is not (adapter is None) for name in begun):
+            now, then = ("without", "with") if adapter is None else ("with", "without")
+            raise Unsupported(
+                f"{others} completions under way were begun {then} the adapter, and this call samples {now} it: "
+                "generate without until=..., or give them up with rt.drop_carried()"
+            )
         new = self.add(prompts, options, engine=engine, keys=keys)
         end_s = time.monotonic() + until.total_seconds() if isinstance(until, timedelta) else math.inf
         try:

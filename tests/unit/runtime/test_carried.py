@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colo
+from colo.errors import Unsupported
 from colo.runtime import carried
 from tests.runtimes import PROMPTS, launch, launch_lora, qwen3, train_step
 
@@ -73,6 +74,27 @@ def test_tokens_have_the_log_probabilities_of_the_version_in_their_span(launched
         for version, _ in completion.spans:
             expected = recomputed(twins[version], completion, version)
             assert sampled_at(completion, version) == pytest.approx(expected, abs=1e-4)
+    rt.close()
+
+
+def test_completions_begun_with_an_adapter_do_not_go_on_without_it_nor_the_other_way():
+    rt = launch_lora()
+    train_step(rt)
+    with rt.rollout():
+        rt.generate(PROMPTS, n=2, max_tokens=40, until=1)
+        before = rt.carried
+        assert before
+        with rt.model.disable_adapter():
+            with pytest.raises(Unsupported, match="begun with the adapter, and this call samples without it"):
+                rt.generate(PROMPTS, max_tokens=4, until=1)
+            assert rt.carried == before
+            assert rt.generate(PROMPTS, max_tokens=4)[0].adapter is None
+            rt.drop_carried()
+            rt.generate(PROMPTS, n=2, max_tokens=40, until=1)
+        with pytest.raises(Unsupported, match="begun without the adapter"):
+            rt.generate(PROMPTS, max_tokens=4, until=1)
+        rt.drop_carried()
+        assert rt.generate(PROMPTS, max_tokens=4, until=1.0)[0].adapter is not None
     rt.close()
 
 
