@@ -212,12 +212,14 @@ def numa(index: int, bus_id: str | bytes, root: Path) -> Finding:
 
 def allocator(environ: Mapping[str, str]) -> list[Finding]:
     """Look for expandable segments under either name of the variable: torch reads both, older guards only the first."""
-    advice = (
-        "remove expandable_segments: CUDA IPC exports none of that memory, so that weights cannot go to a server of "
-        "SGLang or LMDeploy by it; vLLM on one copy of the weights works"
-    )
+    exports = "CUDA IPC exports none of that memory, so that weights cannot go to a server of SGLang or LMDeploy by it"
+    effects = {
+        "PYTORCH_CUDA_ALLOC_CONF": f"torch-memory-saver does not start where this variable has them, nor does colo; {exports}",
+        "PYTORCH_ALLOC_CONF": f"{exports}; vLLM on one copy of the weights works",
+    }
     findings = []
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    for name, effect in effects.items():
+        advice = f"remove expandable_segments: {effect}"
         value = environ.get(name, "")
         expandable = "expandable_segments:true" in [option.strip().lower() for option in value.split(",")]
         findings += _judged(name, value or "not set", advice, fine=not expandable, otherwise=Status.PROBLEM)

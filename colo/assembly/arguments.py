@@ -19,6 +19,7 @@ from torch import nn
 from colo.config import RuntimeConfig, unknown_name
 from colo.engines.vllm import compat
 from colo.errors import Unsupported
+from colo.memory.region import check_allocator
 from colo.memory.storage import is_dtensor
 from colo.trainer.optimizers import OptimizerParts, as_torch, parameters_of
 from colo.trainer.state import unwrapped
@@ -130,6 +131,8 @@ def check_share(model: object, optimizer: object, *, tokenizer: object, config: 
         raise TypeError(f"share(engine, model, optimizer) takes an nn.Module second, not {_named(model)}")
     check_optimizer_type(optimizer, "share(engine, model, optimizer) takes an optimizer of the model's parameters")
     _check_wrapper(model, "share the module within, colo.share(engine, model.module, optimizer)")
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        check_allocator()
     # Of buffers those alone that an engine is given: what a model only computes with may be (Unsloth's `inv_freq`).
     weights = chain(model.named_parameters(), saved_buffers(model))
     made_in_inference = [name for name, tensor in weights if tensor.is_inference()]
@@ -188,6 +191,8 @@ def chosen_device(device: str | int | torch.device | None) -> torch.device:
     # torch takes any number for a device, and fails at the first allocation
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise Unsupported(f"device={str(device)!r} was asked for, but torch sees {torch.cuda.device_count()} of them")
+    if found.type == "cuda":
+        check_allocator()
     if found.type == "cpu":
         return torch.device("cpu")  # tensors there know no number, which accelerate gives it
     return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found

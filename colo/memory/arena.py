@@ -294,6 +294,8 @@ class _PinnedBlock:
 
 
 def _unregister(address: int, mapping: mmap.mmap, device: torch.device) -> None:
+    if hasattr(mmap, "MADV_DOFORK"):
+        mapping.madvise(mmap.MADV_DOFORK)  # tensors of the loop may outlive the arena, and its forks read them
     with torch.cuda.device(device):
         code = _code(torch.cuda.cudart().cudaHostUnregister(address))
     if code != 0:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -279,9 +280,20 @@ class _Pages:
 _pages = _Pages()
 
 
+def check_allocator() -> None:
+    """Raise `Unsupported` for a setting of torch's allocator with which torch-memory-saver does not start."""
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    if "expandable_segments:True" in os.environ.get(name, ""):  # its own words, by which it looks for it
+        raise Unsupported(
+            f"{name} has expandable_segments:True, with which torch-memory-saver refuses to start: leave that out, or "
+            "set PYTORCH_ALLOC_CONF, torch's newer name for the same, in its place"
+        )
+
+
 @cache
 def memory_saver() -> Any:
     """torch-memory-saver without LD_PRELOAD: an object of our own, which leaves the library's, and its mode, alone."""
+    check_allocator()
     try:
         from torch_memory_saver import TorchMemorySaver
     except ImportError as error:

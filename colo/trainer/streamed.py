@@ -170,8 +170,6 @@ class StreamedState(TrainerState):
         try:
             with uninterrupted():
                 self.window.end_step()
-                # the host's state has to be whole before the window closes
-                self.window.begin(Residency.OFFLOADED)
                 self._taken.clear()
                 self._done.clear()
                 if self._missing is not None:
@@ -183,6 +181,8 @@ class StreamedState(TrainerState):
                 if self._changes:
                     self.optimizer.note_changes(self._changes)
                     self._changes = []
+                # last: without room on the host it raises, and the step has ended
+                self.window.begin(Residency.OFFLOADED)
             self._find_state()
         except BudgetError as error:
             warnings.warn(f"state of the optimizer stays on the device until the next step: {error}", stacklevel=2)

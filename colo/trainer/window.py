@@ -355,11 +355,9 @@ class StateWindow:
             self._step_range(work, due, note)
         else:
             assert isinstance(work, Bucket)
-            self._step_bucket(work, due, following)
-            changes = getattr(self.optimizer, "changes", None)
-            note(due, [changes] if changes is not None else [])
+            self._step_bucket(work, due, following, note)
 
-    def _step_bucket(self, bucket: Bucket, due: list[torch.Tensor], following: Work | None) -> None:
+    def _step_bucket(self, bucket: Bucket, due: list[torch.Tensor], following: Work | None, note: Note) -> None:
         bucket.parking.begin(Residency.RESIDENT).wait()
         if isinstance(following, Bucket):
             following.parking.begin(Residency.RESIDENT)
@@ -374,6 +372,9 @@ class StateWindow:
                     for group in self.base.param_groups
                 ]
                 own_step(type(self.base))(part_of(self.base, groups, self.base.state))
+            changes = getattr(self.optimizer, "changes", None)
+            # before the state leaves, for which the host may have no room: these weights have been stepped
+            note(due, [changes] if changes is not None else [])
         finally:
             # the first step has made state, which must leave with the bucket like any other
             self.stock = take_stock(self.optimizer)

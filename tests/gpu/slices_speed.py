@@ -117,7 +117,9 @@ def measure(source, config, tp, device, rate):
     assert not slices.is_current(), "a changed bit was not seen"
     publish()
     own = sum(d.num_bytes for d in slices._route.plan.local if d.receiver == rank)
-    sent, received = slices._route.plan.sent_bytes(rank), slices.bytes_to_receive
+    buckets = slices._route.plan.buckets
+    sent = sum(d.num_bytes for bucket in buckets for d in bucket if d.sender == rank)
+    received = slices.bytes_to_receive
     copied = max(own / rate["copied"], sent / rate.get("written to the next", rate["copied"])) / 1e6
     last = (own + received) / len(slices._route.stages)  # what is read back when all has been written
     verified = copied + last / rate["read"] / 1e6

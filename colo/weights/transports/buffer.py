@@ -150,9 +150,12 @@ class SenderBuffer:
         self._turns = SharedMemory((_FIRST_READER + 2 * readers) * _WORD_BYTES, _CPU)
         self._words = self._turns.bytes.view(torch.int64).numpy()[: _FIRST_READER + readers]
         self._events: list[tuple[torch.cuda.Event, ...]] = []  # of each half: filled, and read
+        self._exported: list[list[str]] = []
         if place.type == "cuda" and readers == 1:  # an event tells of one reader, the last that has recorded it
             with torch.cuda.device(place):
                 self._events = [tuple(torch.cuda.Event(interprocess=True) for _ in "12") for _ in self._halves]
+                # here: an event belongs to the device that is the current one as it is exported or recorded first
+                self._exported = [[event.ipc_handle().hex() for event in pair] for pair in self._events]
         self._digests: dict[int, Digest] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -162,7 +165,7 @@ class SenderBuffer:
             "groups": [[piece.to_wire() for piece in pieces] for pieces in self.groups],
             "turns": self._turns.describe(to_pid=0),
             "readers": self._readers,
-            "events": [[event.ipc_handle().hex() for event in pair] for pair in self._events],
+            "events": self._exported,
             "copied": self._in_host_memory,
         }
 

@@ -294,6 +294,10 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch):
         torch.device("cuda", 0),
         torch.device("cpu"),
     ]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    with pytest.raises(colo.Unsupported, match="leave that out, or set PYTORCH_ALLOC_CONF, torch's newer name"):
+        chosen_device("cuda")
+    assert chosen_device("cpu") == torch.device("cpu")
 
 
 # ---- share ---------------------------------------------------------------------------------------------------------

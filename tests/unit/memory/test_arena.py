@@ -268,6 +268,8 @@ def test_a_fork_copies_no_pinned_memory(driver):
     assert "dc" in flags_of(data.data_ptr()), "do not copy on fork"
     plain = PinnedArena(torch.device("cpu"), limit_bytes=16 * MIB)
     assert "dc" not in flags_of(plain.view(plain.allocate(MIB)).data_ptr())
+    arena.close()
+    assert "dc" not in flags_of(data.data_ptr()), "what outlives the arena is plain memory of the loop's"
 
 
 def test_an_arena_that_nobody_closed_is_unregistered_as_it_is_collected_but_not_at_exit(driver):

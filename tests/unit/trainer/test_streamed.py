@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import signal
+import warnings
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -524,6 +525,37 @@ def test_without_host_memory_nothing_is_stepped(kind, device):
     mover.arena.limit_bytes = 64 * MIB
     ours.step(0)
     twin.step(0)
+    assert_same(ours, twin)
+    state.close()
+    mover.close()
+
+
+@of_buckets
+@pytest.mark.parametrize("room_bytes", [0, MIB])
+def test_a_bucket_whose_state_finds_no_room_on_the_host_has_been_stepped(kind, room_bytes, device):
+    mover = Mover(device, host_limit_bytes=64 * MIB)
+    twin, ours = Trained(kind, size=256), Trained(kind, size=256)
+    state = streamed(ours, mover, region_bytes=1)
+    ours.backward(0)
+    state.window.prepare()
+    mover.arena.limit_bytes = mover.arena.pinned_bytes + room_bytes
+    failures = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "state of the optimizer stays on the device")
+        while True:
+            try:
+                ours.optimizer.step()
+                break
+            except BudgetError:
+                failures += 1
+            if failures == 3:
+                mover.arena.limit_bytes = 64 * MIB
+    assert failures
+    twin.step(0)
+    assert_same(ours, twin)
+    mover.arena.limit_bytes = 64 * MIB
+    for trained in (ours, twin):
+        trained.step(1)
     assert_same(ours, twin)
     state.close()
     mover.close()

@@ -118,7 +118,11 @@ class WorkerSegments:
             compat.after_kv_cache_wake(self._worker)
 
     def close(self) -> None:
-        """Bring everything back and release the host arena."""
+        """Bring everything back and release the host arena. Raises: `BudgetError` without room; all is as it was."""
+        for name, segment in self.by_name.items():
+            if segment.regions and segment.residency is not Residency.RESIDENT:
+                self.begin(name, Residency.RESIDENT)
+                self.wait(name)
         for segment in self.by_name.values():
             segment.close()
         self._let_pass()

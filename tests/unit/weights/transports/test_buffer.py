@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colo.errors import TransferError
+from colo.memory.share import SharedMemory, spec_of
 from colo.memory.specs import DTYPE_BYTES, TensorSpec
 from colo.weights.boxes import Box
+from colo.weights.transports import buffer as buffers
 from colo.weights.transports.buffer import ALIGNMENT_BYTES, Piece, ReaderBuffer, SenderBuffer, plan_groups
 
 CPU = torch.device("cpu")
@@ -194,6 +198,49 @@ def test_two_workers_that_would_count_as_one_are_refused():
     place[-1] = 2**30  # has ended
     reader(buffer, 1)
     buffer.close()
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """The present GPU, and the devices that events have come to belong to, as CUDAEvent.h says."""
+    now, made = [torch.device("cuda", 0)], []
+
+    @contextmanager
+    def entered(device):
+        now.append(device)
+        yield
+        now.pop()
+
+    class Event:
+        def __init__(self, *, interprocess):
+            self.device = None
+
+        def ipc_handle(self):
+            if self.device is None:
+                self.device = now[-1]
+                made.append(self.device)
+            return b"handle"
+
+        def record(self, stream):
+            assert (self.device or stream.device) == stream.device
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    stream = SimpleNamespace(device=torch.device("cuda", 1), wait_event=lambda event: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(buffers, "SharedMemory", lambda size_bytes, place: SharedMemory(size_bytes, CPU))
+    return made
+
+
+def test_events_belong_to_the_buffers_gpu_whichever_is_the_current_one(events):
+    weights = {"w": torch.randn(64)}
+    sender = SenderBuffer([spec_of("w", weights["w"])], torch.device("cuda", 1), half_bytes=4096, readers=1)
+    assert sender.describe()["events"] == [[b"handle".hex()] * 2] * 2
+    assert events == [torch.device("cuda", 1)] * 4
+    taken = Future()
+    taken.set_result(None)
+    sender.send(weights, lambda: taken, verify=False)
+    sender.close()
 
 
 def test_closed_memory_is_gone():
