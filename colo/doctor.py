@@ -214,7 +214,7 @@ def allocator(environ: Mapping[str, str]) -> list[Finding]:
     """Look for expandable segments under either name of the variable: torch reads both, older guards only the first."""
     exports = "CUDA IPC exports none of that memory, so that weights cannot go to a server of SGLang or LMDeploy by it"
     effects = {
-        "PYTORCH_CUDA_ALLOC_CONF": f"torch-memory-saver does not start where this variable has them, nor does colo; {exports}",
+        "PYTORCH_CUDA_ALLOC_CONF": f"torch-memory-saver, and so colo, does not start with it here; {exports}",
         "PYTORCH_ALLOC_CONF": f"{exports}; vLLM on one copy of the weights works",
     }
     findings = []

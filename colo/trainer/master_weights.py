@@ -119,7 +119,10 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             self.inner = make_optimizer([self._with_masters(group) for group in groups])
         self._shown: list[dict[str, Any]] = []  # hyperparameters of the inner groups, as ours have shown them
         super().__init__(groups, self.inner.defaults)
+        self.show_hyperparameters()  # the inner optimizer may have made tensors of them
+        self._is_made_up = False  # the inner optimizer's state, of no step
         self.register_state_dict_pre_hook(lambda _: self._before_save())
+        self.register_state_dict_post_hook(lambda _, state_dict: self._after_save(state_dict))
         self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
         self.register_load_state_dict_post_hook(lambda _: self._after_load())
         self.publish_state()
@@ -285,12 +288,12 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                     self.state[parameter] = state
 
     def _before_save(self) -> None:
-        """Make the inner optimizer's state before the first step, if parameters are sharded.
+        """Make state of the inner optimizer for a state dict that would have masters alone.
 
         `torch.distributed.checkpoint` loads only the keys of the present state dict. For an optimizer without any
-        state it first runs a step with zero gradients; here the masters are state already, so that it does not.
+        state it first runs a step with zero gradients; here whole masters are state already, so that it does not.
         """
-        if self.inner.state or not any(is_dtensor(parameter) for parameter in self.masters):
+        if self.inner.state or not self.state:
             return
         # private to torch: the function by which a checkpoint's loader makes state too
         from torch.distributed.checkpoint.state_dict import _init_optim_state
@@ -304,6 +307,18 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             for master in split_masters:
                 master.abandon()
         self.publish_state()
+        self._is_made_up = True
+
+    def _after_save(self, state_dict: dict[str, Any]) -> None:
+        """Leave made-up state to the state dict alone: no step has been taken, and the first is to find none."""
+        if self._is_made_up:
+            self._is_made_up = False
+            for entries in state_dict["state"].values():
+                if "step" in entries:
+                    entries["step"] = 0 * entries["step"]
+            self.inner.state.clear()
+            self.state.clear()
+            self.publish_state()
 
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Keep the state from torch's own loading, which would round fp32 state to the dtype of the parameters."""

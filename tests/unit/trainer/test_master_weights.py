@@ -2,7 +2,12 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
+from torchao.optim import AdamW8bit
 from transformers import Adafactor
 
 from colo.errors import Unsupported
@@ -390,3 +395,85 @@ def test_what_makes_no_optimizer_or_one_that_asks_for_a_closure_is_refused():
             MasterWeights(lambda params, made=made: made)(parameters())
     with pytest.raises(Unsupported, match="LBFGS.step asks for a closure"):
         MasterWeights(torch.optim.LBFGS)(parameters())
+
+
+class Trained:
+    """A module in bf16, sharded or not, and its optimizer."""
+
+    def __init__(self, mesh, is_sharded, remainders):
+        torch.manual_seed(0)
+        self.module = torch.nn.Linear(8, 4).bfloat16()
+        if is_sharded:
+            fully_shard(self.module, mesh=mesh)
+        self.optimizer = MasterWeights(adamw, remainders=remainders)(self.module.parameters())
+
+    def step(self, number):
+        outputs = self.module(torch.full((2, 8), number + 1, dtype=torch.bfloat16))
+        outputs.square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def weights(self):
+        return [p.full_tensor() if isinstance(p, DTensor) else p for p in self.module.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+
+
+sharded_or_not = pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+
+
+@sharded_or_not
+@both_kinds
+def test_a_state_dict_before_the_first_step_changes_nothing(is_sharded, remainders, mesh):
+    saved, twin = (Trained(mesh, is_sharded, remainders) for _ in range(2))
+    found = saved.optimizer.state_dict()["state"]
+    # where masters are state already, a checkpoint's loader asks for these keys alone
+    assert bool(found) is (is_sharded or not remainders)
+    assert all(entry["step"] == 0 and not entry["exp_avg"].any() for entry in found.values())
+    for number in range(3):
+        saved.step(number)
+        twin.step(number)
+    assert same(saved, twin)
+    assert all(entry["step"] == 3 for entry in saved.optimizer.state_dict()["state"].values())
+
+
+@sharded_or_not
+@both_kinds
+def test_a_distributed_checkpoint_is_resumed_with_all_of_its_state(is_sharded, remainders, mesh, tmp_path):
+    saved = Trained(mesh, is_sharded, remainders)
+    for number in range(3):
+        saved.step(number)
+    folder, resumed = tmp_path / "checkpoint", Trained(mesh, is_sharded, remainders)
+    weights, state = get_state_dict(saved.module, saved.optimizer)
+    dcp.save({"weights": weights, "state": state}, checkpoint_id=folder)
+    weights, state = get_state_dict(resumed.module, resumed.optimizer)
+    dcp.load(found := {"weights": weights, "state": state}, checkpoint_id=folder)
+    set_state_dict(
+        resumed.module,
+        resumed.optimizer,
+        model_state_dict=found["weights"],
+        optim_state_dict=found["state"],
+    )
+    assert same(saved, resumed)
+    for each in (saved, resumed):
+        each.step(3)
+    assert same(saved, resumed)
+
+
+def test_an_optimizer_that_keeps_its_learning_rate_in_a_tensor_follows_a_schedule():
+    params, copies = parameters(), [torch.nn.Parameter(p.detach().float()) for p in parameters()]
+    optimizer, reference = MasterWeights(AdamW8bit)(params), AdamW8bit(copies)
+    schedules = [LambdaLR(each, lambda step: 0.5**step) for each in (optimizer, reference)]
+    for step in range(3):
+        set_gradients(params, step)
+        for p, copy in zip(params, copies, strict=True):
+            copy.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+        for schedule in schedules:
+            schedule.step()
+        for p, copy in zip(params, copies, strict=True):
+            assert torch.equal(p, copy.to(torch.bfloat16))
