@@ -7,7 +7,6 @@ model's weights are the masters rounded (mixed-precision training, arXiv:1710.03
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import assembly_of, is_dtensor, local_shard
 from colo.memory.uninterrupted import uninterrupted
 from colo.trainer.gradients import TakenGradients
-from colo.trainer.optimizers import parameters_of, why_not_separable
+from colo.trainer.optimizers import asks_for_closure, parameters_of, why_not_separable
 from colo.trainer.remainders import (
     DIGEST_ELEMENTS,
     MASTER_DIGESTS,
@@ -80,8 +79,9 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     The inner optimizer gets parameters that are fp32 or wider as they are.
 
     A step handles `bucket_bytes` of fp32 gradients at a time, by calling the inner optimizer's `step` once for each
-    bucket with the other gradients absent. Optimizers that count steps per group rather than per parameter need
-    `bucket_bytes=None`, and then memory for all gradients in fp32.
+    bucket with the other gradients absent, and its groups as they were before the first: a count of steps that it keeps
+    there goes up by one. One that looks at all gradients at once needs `bucket_bytes=None`, and then memory for all of
+    them in fp32.
 
     A step that raises leaves every gradient where it was. The next step goes on with the bucket that failed. Where
     gradients of earlier buckets have changed since, it takes those in as well. A rollout in between changes none.
@@ -118,6 +118,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             self.masters.clear()
             self.inner = make_optimizer([self._with_masters(group) for group in groups])
         self._shown: list[dict[str, Any]] = []  # hyperparameters of the inner groups, as ours have shown them
+        self._at_start: list[dict[str, Any]] = []  # the same before the first bucket of a step that has not ended
         super().__init__(groups, self.inner.defaults)
         self.show_hyperparameters()  # the inner optimizer may have made tensors of them
         self._is_made_up = False  # the inner optimizer's state, of no step
@@ -178,11 +179,14 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         if parameters := parameters_of(self):  # none where the runtime has stepped them: colo/trainer/streamed.py
             self.step_part(parameters)
             self._taken.clear()
+            self._at_start = []
         return loss
 
     def step_part(self, parameters: Iterable[torch.Tensor]) -> None:
         """Step some parameters, those with gradients, within a step whose end the caller knows."""
+        self._return_to_start()
         self.copy_hyperparameters()
+        self._at_start = [_without_parameters(group) for group in self.inner.param_groups]
         self.changes, self._counted = None, []
         parameters = list(parameters)
         try:
@@ -202,6 +206,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def end_step(self) -> None:
         """Forget which gradients the parts of a step have used: it has ended."""
         self._taken.clear()
+        self._at_start = []
         self.show_hyperparameters()
 
     def _step_bucket(self, bucket: list[torch.Tensor]) -> None:
@@ -214,6 +219,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                 master.prepare()
                 # a cast per bucket, not per model: all gradients in fp32 would take as much as the masters
                 master.tensor.grad = master.parameter.grad.to(torch.float32)
+            self._return_to_start()
             self.inner.step()
             # noted as soon as the step is made: an interrupt before rounding is made good by `_go_on`
             self._taken.note(bucket)
@@ -262,6 +268,13 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         is_split = self._remainders and can_be_split(parameter)
         master = self.masters[parameter] = SplitMaster(parameter) if is_split else WholeMaster(parameter)
         return master.tensor
+
+    def _return_to_start(self) -> None:
+        """Give the inner optimizer its groups as they were before the first bucket of the step, if there was one."""
+        for group, start in zip(self.inner.param_groups, self._at_start, strict=False):
+            for name in group.keys() - start.keys() - {"params"}:
+                del group[name]
+            group.update(start)
 
     def copy_hyperparameters(self) -> None:
         """Give the inner optimizer the hyperparameters that were written to our groups since the last step."""
@@ -342,6 +355,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def _after_load(self) -> None:
         loaded, self._loading = self._loading, {}
         self._taken.clear()
+        self._at_start = []
         inner_state = {}
         for index, parameter in zip(_numbers(loaded), parameters_of(self), strict=True):
             state = dict(loaded["state"].get(index, {}))
@@ -531,13 +545,11 @@ def _check_inner(made: Any) -> None:
     kind = type(made).__name__
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"the function that MasterWeights was given returned a {kind} in place of an optimizer")
-    try:
-        inspect.signature(made.step).bind()
-    except TypeError:  # such as of `LBFGS`
+    if asks_for_closure(made):
         raise Unsupported(
             f"{kind}.step asks for a closure, and masters are stepped from the gradients that are there: take another "
             "optimizer, or keep the weights in fp32 and leave MasterWeights out"
-        ) from None
+        )
 
 
 def _numbers(state_dict: dict[str, Any]) -> list[int]:

@@ -7,6 +7,7 @@ nowhere in their state. Gradients are in buffers that its data-parallel wrapper 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -259,8 +260,8 @@ _REGISTERED: set[type] = set()
 def register_separable(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Declare that the `step` of an optimizer's class updates each parameter from that one's gradient and state alone.
 
-    It may read its groups' hyperparameters, but must count nothing there: a streamed step calls it once for every
-    bucket of parameters, with the gradients of others absent. May be used as a decorator.
+    It may read its groups' hyperparameters, and count its steps there: a streamed step calls it once for every bucket
+    of parameters, with the gradients of others absent and the groups as before the first. May be used as a decorator.
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(f"register_separable takes a class of optimizers, such as AdamW, not {kind!r}")
@@ -288,10 +289,21 @@ def why_not_separable(optimizer: Any) -> str | None:
     for package, names in _KNOWN.items():
         if step.__module__.startswith(package) and step.__qualname__ in {f"{known}.step" for known in names}:
             return None
+    if asks_for_closure(optimizer):
+        return f"{name}.step asks for a closure, and looks at all parameters at once"
     return (
         f"{name} is not known to update each parameter by itself; if it does, declare it: "
         f"colo.optim.register_separable({name})"
     )
+
+
+def asks_for_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether `step` passes through the model itself, as that of `LBFGS` does, by a function that it is given."""
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        return True
+    return False
 
 
 def is_elementwise(optimizer: Any) -> bool:

@@ -70,6 +70,7 @@ class StateWindow:
             optimizer.is_streamed = True
         self._planes: list[Planes] = []
         self._buckets: list[Bucket] = []
+        self._written: list[dict[str, Any]] = []  # what a bucket's call has made of the groups' hyperparameters
         self._number = 0
         self._work_of: dict[int, list[Work]] = {}
         self._is_open = False
@@ -372,6 +373,8 @@ class StateWindow:
                     for group in self.base.param_groups
                 ]
                 own_step(type(self.base))(part_of(self.base, groups, self.base.state))
+                # kept until the step ends: each bucket finds the groups as they were before it
+                self._written = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             changes = getattr(self.optimizer, "changes", None)
             # before the state leaves, for which the host may have no room: these weights have been stepped
             note(due, [changes] if changes is not None else [])
@@ -424,6 +427,9 @@ class StateWindow:
         self._settle()
         for planes in self._planes:
             planes.end_step()
+        for group, written in zip(self.base.param_groups, self._written, strict=False):
+            group.update(written)  # such as a count of steps
+        self._written = []
         if self._has_masters:
             self.optimizer.end_step()
         self.publish()

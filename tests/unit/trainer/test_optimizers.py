@@ -221,10 +221,16 @@ def test_optimizers_of_torch_and_those_that_step_as_they_do_are_known():
     assert why_not_separable(MasterWeights(torch.optim.AdamW)(PARAMETERS)) is None
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam, Overrides])
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, Overrides])
 def test_others_are_named_with_what_to_declare(kind):
     for optimizer in (kind(PARAMETERS), MasterWeights(kind)(PARAMETERS)):
         assert f"declare it: colo.optim.register_separable({kind.__name__})" in why_not_separable(optimizer)
+
+
+def test_one_that_passes_through_the_model_itself_is_not_to_be_declared():
+    assert why_not_separable(torch.optim.LBFGS(PARAMETERS)) == (
+        "LBFGS.step asks for a closure, and looks at all parameters at once"
+    )
 
 
 def test_masters_of_one_step_of_all_parameters_are_not_stepped_in_parts():

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import itertools
 import os
 import signal
 import warnings
@@ -835,6 +836,61 @@ def test_a_view_in_a_bucket_or_a_plane_outlives_the_end(kind, on_host, device):
     gc.collect()
     assert torch.equal(view, expected)
     ours.step(1)
+
+
+@register_separable
+class Counting(torch.optim.Optimizer):
+    """Adam that counts its steps in its groups, as many optimizers of other packages do."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    moment = self.state[p].setdefault("moment", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    p.sub_(group["lr"] * moment / (1 - 0.9 ** group["step"]))
+
+
+@pytest.mark.parametrize("has_masters", [False, True])
+@pytest.mark.parametrize("ends_at", [None, 3])
+def test_an_optimizer_that_counts_in_its_groups_counts_a_step_once(has_masters, ends_at, mover, monkeypatch):
+    def made(bucket_bytes):
+        trained = Trained("plain", dtype=torch.bfloat16 if has_masters else torch.float32)
+        parameters = trained.net.parameters()
+        kind = MasterWeights(Counting, bucket_bytes=bucket_bytes, remainders=True) if has_masters else Counting
+        trained.optimizer = kind(parameters)
+        return trained
+
+    twin, resident, ours = made(None), made(1), made(1)
+    state = streamed(ours, mover, region_bytes=1)
+    assert len(list(state.window.work())) > 3
+    schedules = [StepLR(each.optimizer, 1, 0.5) for each in (twin, resident, ours)]
+    for number in range(3):
+        for trained in (twin, resident):
+            trained.step(number)
+        ours.backward(number)
+        if ends_at is not None:
+            calls, step = itertools.count(), type(state.window)._step_bucket
+
+            def fail_once(window, *given, calls=calls, step=step):
+                if next(calls) == ends_at:
+                    out_of_memory()
+                step(window, *given)
+
+            with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+                patched.setattr(type(state.window), "_step_bucket", fail_once)
+                ours.optimizer.step()
+        ours.optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+        for trained in (resident, ours):
+            assert trained.optimizer.param_groups[0]["step"] == number + 1
+            assert_same(trained, twin)
+    state.close()
 
 
 @register_separable
