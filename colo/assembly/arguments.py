@@ -115,8 +115,9 @@ def check_launch(
             "model, optimizer)"
         )
     if lora is not None:
-        _check_lora(lora)
-        if isinstance(config, RuntimeConfig) and config.fold_adapter:
+        folds = isinstance(config, RuntimeConfig) and config.fold_adapter
+        _check_lora(lora, folded=folds)
+        if folds:
             raise Unsupported(
                 "launch has the engine apply the adapter, and config has fold_adapter=True: leave that out, or put the "
                 "adapter on yourself, engine, model = colo.start(...), and colo.share(engine, get_peft_model(model, "
@@ -303,14 +304,22 @@ def _check_wrapper(model: nn.Module, advice: str) -> None:
         )
 
 
-def _check_lora(lora: Any) -> None:
+def _check_lora(lora: Any, *, folded: bool) -> None:
     from peft import LoraConfig
 
     if hasattr(lora, "peft_type"):
         check_adapter_config(lora, "the adapter")
     if not isinstance(lora, LoraConfig):
         raise TypeError(f"lora is a peft.LoraConfig, such as LoraConfig(r=16), not {_named(lora)}")
-    check_lora_config(lora)
+    try:
+        check_lora_config(lora, folded=folded)
+    except Unsupported as error:
+        check_lora_config(lora, folded=True)
+        raise Unsupported(
+            f"{error}; or put the adapter on yourself, engine, model = colo.start(...), and publish it folded into the "
+            "weights, colo.share(engine, get_peft_model(model, lora), optimizer, config=RuntimeConfig(fold_adapter="
+            "True))"
+        ) from None
 
 
 def _named(value: object) -> str:

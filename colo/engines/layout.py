@@ -183,8 +183,9 @@ class FusedWeights:
     def _destination(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name not in self._places:
             raise ValueError(
-                f"the model has no parameter {name!r}; weights are loaded under Hugging Face names such as "
-                f"{next(iter(self._views), 'none: the engine is closed')!r}"
+                f"the engine's model has no parameter {name!r}; weights are loaded under Hugging Face names such as "
+                f"{next(iter(self._views), 'none: the engine is closed')!r}. What a trainer's model has beside them, "
+                "such as a value head, goes into a module of its own: a child of the language model, or one around it"
             )
         destination = self._places[name]
         if destination.shape != tensor.shape:

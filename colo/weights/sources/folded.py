@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colo.errors import Unsupported
+from colo.errors import StaleWeights, Unsupported
 from colo.memory.storage import is_dtensor
 from colo.units import format_bytes
 from colo.weights.packed import is_packed
@@ -56,6 +56,7 @@ class FoldedSource(ModuleSource):
 
     def __init__(self, model: nn.Module) -> None:
         self._folded: dict[str, nn.Parameter] = {}
+        self._begun: frozenset[str] = frozenset()  # names of those that were adapted as the first were folded
         super().__init__(model)
 
     def _found(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,7 +116,15 @@ class FoldedSource(ModuleSource):
         """Return `None`: it is in the weights."""
 
     def settings(self) -> Hashable:
-        """Changes as an adapter of a layer is activated, scaled, merged or switched off."""
+        """Changes as an adapter of a layer is activated, scaled, merged or switched off.
+
+        Raises: `StaleWeights` for a layer that has got its first adapter since: it has no memory for the folded weight.
+        """
+        if new := sorted(self.folded.keys() - self._begun) if self._begun else []:
+            raise StaleWeights(
+                f"{new[0]} and {len(new) - 1} more have an adapter, and had none when the runtime began, which has no "
+                "memory for them folded: put every adapter on before, or close the runtime and build another"
+            )
         found = []
         layers: list[Any] = [module for module in all_modules(plain_model(self.model)) if _is_adapted(module)]
         for layer in layers:
@@ -132,6 +141,7 @@ class FoldedSource(ModuleSource):
         """
         # each time: the loop may have activated another adapter since
         check_foldable(self.model)
+        self._begun = self._begun or frozenset(self.folded)
         folded, num_bytes = self.folded, 0
         for prefix, layer in _adapted_layers(self.model):
             for name, tensor in _fold(layer).named_parameters():
@@ -233,6 +243,11 @@ def check_foldable(model: Any) -> None:
             )
     layers = list(_adapted_layers(model))
     for prefix, layer in layers:
+        if any(getattr(layer, "lora_bias", {}).values()) and getattr(_base_of(layer), "bias", None) is None:
+            raise Unsupported(
+                f"{plain_name(prefix)[:-1]} has no bias, into which the one of LoraConfig(lora_bias=True) would fold: "
+                "leave lora_bias out, or the module"
+            )
         for name, p in _base_of(layer).named_parameters():
             _check_weight(plain_name(prefix + name), p)
     _check_untied(model, layers)
@@ -349,6 +364,8 @@ def _stand_in(module: nn.Module, copies: dict[int, nn.Parameter], *, is_base: bo
         # PEFT's `merge` notes what it has merged in lists and dictionaries of the layer
         if isinstance(value, (dict, list, set)):
             vars(twin)[name] = copy.copy(value)
+    if hasattr(kind := type(twin), "__del__"):  # OSF's takes its hooks off the parameters, which are the module's too
+        twin.__class__ = type(kind.__name__, (kind,), {"__del__": _do_nothing})
     for name, child in module._modules.items():
         if child is not None:
             twin._modules[name] = _stand_in(child, copies, is_base=is_base or name == "base_layer")
@@ -356,3 +373,7 @@ def _stand_in(module: nn.Module, copies: dict[int, nn.Parameter], *, is_base: bo
         if p is not None:
             twin._parameters[name] = copies.setdefault(id(p), nn.Parameter(p.detach().clone(), requires_grad=False))
     return twin
+
+
+def _do_nothing(_: Any) -> None:
+    pass

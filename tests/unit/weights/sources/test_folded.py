@@ -328,6 +328,27 @@ def test_training_is_bit_for_bit_what_it_is_without_colo(share, kind):
         assert torch.equal(mine, other)
 
 
+def test_hooks_by_which_an_adapter_changes_its_gradients_stay(share):
+    model = adapted(*OTHERS["OSF"])
+    hooks = {name: dict(p._backward_hooks) for name, p in model.named_parameters() if p._backward_hooks}
+    assert hooks
+    rt = share(model)
+    for _ in range(2):
+        rt.generate([PROMPT], max_tokens=2)
+        step(rt, model)
+    parameters = dict(model.named_parameters())
+    assert all(hooks[name].items() <= parameters[name]._backward_hooks.items() for name in hooks)
+
+
+@pytest.mark.parametrize("weights", ["auto", "copy"])
+def test_a_layer_that_gets_its_first_adapter_later_is_named(share, weights):
+    model = peft.get_peft_model(base_model(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    rt = share(model, RuntimeConfig(kv_cache_bytes=MIB, fold_adapter=True, weights=weights))
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"]))
+    with pytest.raises(StaleWeights, match="k_proj.* more have an adapter, and had none when"):
+        rt.generate([PROMPT], max_tokens=2)
+
+
 @pytest.mark.parametrize("kind", ["VERA", "IA3", "OFT"])
 def test_the_reference_of_a_kl_term_is_the_policy_that_training_began_with(share, kind):
     model, ids = peft.get_peft_model(base_model(), config_of(*NAMED[kind])), torch.tensor([[1, 5, 9]])
@@ -464,3 +485,16 @@ def test_a_base_in_the_engines_memory_gets_its_own(share):
 def test_launch_names_the_way_to_fold():
     with pytest.raises(Unsupported, match=r"fold_adapter=True.*colo\.start.*colo\.share"):
         colo.launch(tiny_qwen3(), lora=peft.LoraConfig(**LORA), device="cpu", config=FOLD)
+    for config in (FOLD, None):
+        with pytest.raises(Unsupported, match=r"colo\.start.*colo\.share.*config="):
+            colo.launch(tiny_qwen3(), lora=peft.LoraConfig(**LORA, use_dora=True), device="cpu", config=config)
+    with pytest.raises(Unsupported, match=r"layer_replication=.* is not supported") as refused:
+        colo.launch(tiny_qwen3(), lora=peft.LoraConfig(**LORA, layer_replication=[[0, 1]]), device="cpu")
+    assert "colo.start" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_a_bias_of_an_adapter_needs_one_of_the_base(share):
+    model = peft.get_peft_model(base_model(), peft.LoraConfig(target_modules=["gate_proj"], lora_bias=True))
+    with pytest.raises(Unsupported, match="gate_proj has no bias, into which .* leave lora_bias out"):
+        share(model)
