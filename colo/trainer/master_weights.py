@@ -186,7 +186,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         """Step some parameters, those with gradients, within a step whose end the caller knows."""
         self._return_to_start()
         self.copy_hyperparameters()
-        self._at_start = [_without_parameters(group) for group in self.inner.param_groups]
+        self._note_start()
         self.changes, self._counted = None, []
         parameters = list(parameters)
         try:
@@ -269,6 +269,9 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         master = self.masters[parameter] = SplitMaster(parameter) if is_split else WholeMaster(parameter)
         return master.tensor
 
+    def _note_start(self) -> None:
+        self._at_start = [_without_parameters(group) for group in self.inner.param_groups]
+
     def _return_to_start(self) -> None:
         """Give the inner optimizer its groups as they were before the first bucket of the step, if there was one."""
         for group, start in zip(self.inner.param_groups, self._at_start, strict=False):
@@ -312,6 +315,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
         split_masters = [master for master in self.masters.values() if isinstance(master, SplitMaster)]
+        self._note_start()
         try:
             for master in split_masters:
                 master.prepare()
@@ -319,6 +323,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         finally:
             for master in split_masters:
                 master.abandon()
+            self._return_to_start()
+            self._at_start = []
         self.publish_state()
         self._is_made_up = True
 

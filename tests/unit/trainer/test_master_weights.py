@@ -440,6 +440,19 @@ def test_a_state_dict_before_the_first_step_changes_nothing(is_sharded, remainde
     assert all(entry["step"] == 3 for entry in saved.optimizer.state_dict()["state"].values())
 
 
+def test_a_state_dict_before_the_first_step_is_not_counted_in_the_groups():
+    class Counting(torch.optim.Adam):
+        def step(self, closure=None):
+            self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+            return super().step(closure)
+
+    optimizer = MasterWeights(Counting, remainders=False)(params := parameters())
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (17, 5)
+    set_gradients(params, 0)
+    optimizer.step()
+    assert optimizer.param_groups[0]["count"] == 1
+
+
 @sharded_or_not
 @both_kinds
 def test_a_distributed_checkpoint_is_resumed_with_all_of_its_state(is_sharded, remainders, mesh, tmp_path):
