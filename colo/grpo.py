@@ -152,7 +152,7 @@ def train(
             longest = max(longest, tokens)
     _check_batch(args, dataset)
     if args.colo_engine == "vllm" and args.vllm_max_model_length is None and longest:
-        most = positions_of(AutoConfig.from_pretrained(model.model_name_or_path)).count
+        most = positions_of(AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)).count
         needed = longest + args.max_completion_length  # a whole context would ask for a KV cache as large
         args.vllm_max_model_length = needed if most is None else min(needed, most)
     revision = None if model.model_revision == "main" else model.model_revision

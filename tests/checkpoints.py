@@ -1,5 +1,7 @@
 """A tokenizer of single characters with a chat template, and a tiny checkpoint that has it, as a user would load it."""
 
+import shutil
+
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -37,3 +39,14 @@ def save_checkpoint(folder, **changes):
     AutoModelForCausalLM.from_config(tiny_qwen3(**settings)).save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     return folder
+
+
+def save_revisions(cache, **folders):
+    """Put checkpoints into a cache of the hub's, as revisions of one repository; return its id."""
+    repository = cache / "models--me--tiny"
+    for number, (revision, folder) in enumerate(folders.items()):
+        commit = f"{number:040x}"
+        shutil.copytree(folder, repository / "snapshots" / commit)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+    return "me/tiny"

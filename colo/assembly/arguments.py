@@ -107,7 +107,7 @@ def check_launch(
     """Raise `TypeError`, `ValueError` or `Unsupported` for what `launch` does not take."""
     check_common(tokenizer, config)
     _check_checkpoint(model)
-    check_engine(engine, options)
+    check_engine(engine, options, reads=isinstance(model, (str, os.PathLike)))
     if isinstance(optimizer, torch.optim.Optimizer) or (optimizer is not None and not callable(optimizer)):
         raise TypeError(
             f"launch makes the model, and calls optimizer with its parameters: pass a function such as "
@@ -219,8 +219,11 @@ def chosen_dtype(
     return found
 
 
-def check_engine(engine: object, options: object) -> None:
-    """Raise `TypeError` or `ValueError` for an engine that is not started by name, or options that it does not take."""
+def check_engine(engine: object, options: object, *, reads: bool = False) -> None:
+    """Raise `TypeError` or `ValueError` for an engine that is not started by name, or options that it does not take.
+
+    Of a checkpoint that it `reads` the embedded engine takes the `revision`.
+    """
     if not isinstance(engine, str):
         raise TypeError(
             f"launch starts the engine itself, 'torch' or 'vllm', and engine={_named(engine)} is neither: an engine "
@@ -235,8 +238,9 @@ def check_engine(engine: object, options: object) -> None:
     given = dict(options or {})
     for name in _TAKEN_BY_LAUNCH.keys() & given:
         raise TypeError(f"engine_options has {name!r}, which launch takes itself: pass {_TAKEN_BY_LAUNCH[name]}")
-    if engine == "torch" and given:
-        raise ValueError(f"engine_options are those of vLLM: pass engine='vllm' with {sorted(given)}")
+    others = sorted(given.keys() - {"revision"} if reads else given)
+    if engine == "torch" and others:
+        raise ValueError(f"engine_options are those of vLLM: pass engine='vllm' with {others}")
     if engine == "vllm":
         compat.vllm_version()  # which is there, or says how to install it
 

@@ -81,7 +81,7 @@ def launch(
     `model` is a folder or a hub id with a checkpoint, a transformers config for random weights, or a transformers model
     whose weights are copied and which is otherwise left alone. `engine` is "vllm", the default on a GPU that has it, or
     "torch", the embedded one. vLLM runs in its own process unless `engine_options` has `own_process=False`; the rest of
-    `engine_options` are those of `vllm.LLM`.
+    `engine_options` are those of `vllm.LLM`; the embedded engine takes `revision` of them, a hub's.
     With `lora` the base is frozen and shared, and an adapter is trained; with `quantization="bitsandbytes"` among the
     `engine_options`, or a checkpoint that bitsandbytes has packed, that base is in 4 bits, and vLLM in this process.
     `optimizer` builds the optimizer from the trainable parameters; by default see `default_optimizer`. `dtype`, one of

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from transformers import set_seed
+from transformers import AutoProcessor, set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer
 
@@ -25,7 +25,7 @@ from colo.trl.partial import PartialRollouts
 if TYPE_CHECKING:
     from colo.runtime import Runtime
 
-_OPTIONS_OF_A_START = ("dtype", "revision")
+_OPTIONS_OF_A_START = ("dtype", "revision", "attn_implementation")
 """Keys of `model_init_kwargs` that colo takes."""
 
 _SWITCHES = ("fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded", "colo_partial_rollouts")
@@ -232,6 +232,8 @@ class _WithEngine:
         try:
             engine, made = _started(model, args, given, options)
             try:
+                if (attention := (given or {}).get("attn_implementation")) is not None:
+                    made.set_attn_implementation(attention)
                 with initialized_once(made, args.beta):
                     super().__init__(made, reward_funcs, args, **options)  # type: ignore[call-arg]
                 self._attach(args, engine, None)
@@ -306,13 +308,28 @@ def _unused(args: Any) -> str:
 
 
 def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    """The engine and the model; what they are made with is taken out of the trainer's `options`."""
+    """The engine and the model; what they are made with is taken out of the trainer's `options`.
+
+    With a revision the tokenizer is added to them, and `args.model_init_kwargs` has the revision alone: for a model
+    that exists TRL would read the tokenizer and the reference of a KL term at the hub's "main".
+    """
     engine_options = _engine_options(model, args, model_init_kwargs, options.pop("quantization_config", None))
     # one that will be folded is TRL's to add: the engine has none
     lora = None if args.colo_fold_adapter else options.pop("peft_config", None)
     # a TRL with the fused head computes from the head's weight alone, and would not train an adapter on it
     if lora is not None and hasattr(grpo_trainer, "add_fused_lm_head"):
         refuse_adapted_head(model, lora, revision_of(engine_options or {}))
+    if revision := (engine_options or {}).get("revision"):
+        args.model_init_kwargs = {"revision": revision}
+        if options.get("processing_class") is None:
+            # as TRL reads it, whose versions differ in whether they trust code
+            options["processing_class"] = AutoProcessor.from_pretrained(
+                model,
+                revision=revision,
+                truncation_side="left",
+                padding_side="left",
+                trust_remote_code=getattr(args, "trust_remote_code", False),
+            )
     set_seed(args.seed)  # as TRL does before it makes a model, whose adapter is random
     return start(
         model,

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import colo.grpo as colo_grpo
 from colo import cli
 from colo.grpo import GRPORunConfig, load_function, load_rows
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, save_revisions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
@@ -132,6 +132,23 @@ def test_a_seed_repeats_a_run_and_lines_are_means(colo, place):
     (line,) = out.splitlines()
     assert line.startswith(f"step 3/3  reward {sum(means) / 3:.4g}  rewards/varied/mean ")
     assert all(torch.equal(a, b) for a, b in zip(weights("a").values(), weights("b").values(), strict=True))
+
+
+def test_a_revision_and_an_attention_are_taken(colo, place, monkeypatch):
+    """Of a repository without "main"."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place / "hub"))
+    name = save_revisions(place / "hub", v2="checkpoint")
+    more = ["--model_revision", "v2", "--attn_implementation", "eager"]
+    code, _, err = colo(*arguments(*more, model=name))
+    assert code == 0, err
+    assert_trained()
+
+    def trainer(model, rewards, args, **options):
+        raise ValueError(f"room for {args.vllm_max_model_length}")
+
+    monkeypatch.setattr(colo_grpo, "ColoGRPOTrainer", trainer)
+    code, _, err = colo(*arguments(*more, "--engine", "vllm", "--output_dir", "other", model=name))
+    assert code == 1 and f"error: room for {4 + 5}" in err
 
 
 def test_an_adapter_is_saved_by_itself(colo, place):

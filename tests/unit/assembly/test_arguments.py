@@ -90,6 +90,7 @@ def train_step(model, optimizer):
             "vllm.LLM by name.* not a list",
         ),
         ({"engine_options": {"max_model_len": 1}}, ValueError, r"pass engine='vllm' with \['max_model_len'\]"),
+        ({"engine": "torch", "engine_options": {"revision": "v2"}}, ValueError, r"engine='vllm' with \['revision'\]"),
         ({"engine": "vllm", "engine_options": {"dtype": "auto"}}, TypeError, r"pass launch\(model, dtype=...\)"),
         (
             {"engine": "vllm", "engine_options": {"gpu_memory_utilization": 0.5}},

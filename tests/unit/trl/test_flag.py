@@ -2,17 +2,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, HfArgumentParser
 from trl import GRPOTrainer, RLOOTrainer, TrlParser
 from trl.trainer import grpo_trainer
 
 from colo.config import Offload, OptimizerState
+from colo.engines.torch import TorchEngine
 from colo.errors import Unsupported
+from colo.testing import tiny_checkpoint
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer, ColoRLOOConfig, ColoRLOOTrainer
 from colo.units import MIB
-from tests.trainers import digits, options, sums
+from tests.checkpoints import save_revisions
+from tests.trainers import ALPHABET, digits, logged, options, sums
 
 CONFIGS = [ColoGRPOConfig, ColoRLOOConfig]
 SWITCHES = ["fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded", "colo_partial_rollouts"]
@@ -154,7 +158,7 @@ def test_an_attribute_that_a_subclass_lacks_is_the_one_that_is_named(make):
 
 
 @pytest.mark.parametrize(
-    "given", [{"attn_implementation": "eager"}, {"device_map": "auto", "dtype": "float32"}], ids=["attention", "map"]
+    "given", [{"use_cache": False}, {"device_map": "auto", "dtype": "float32"}], ids=["cache", "map"]
 )
 def test_model_init_kwargs_that_would_be_dropped_are_refused_by_name(make, given):
     with pytest.raises(Unsupported, match=f"model_init_kwargs has {next(iter(given))}, which fast_inference"):
@@ -166,6 +170,53 @@ def test_a_dtype_among_model_init_kwargs_is_taken(make):
     assert str(trainer.model.dtype) == "torch.bfloat16"
     assert trainer.args.model_init_kwargs == {"dtype": "bfloat16"}
     trainer.train()
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2, target_modules="all-linear")], ids=["full", "lora"])
+def test_attention_among_model_init_kwargs_is_the_trainers(make, lora):
+    given = {"attn_implementation": "eager"}
+    trainer = make_flagged(make, model_init_kwargs=given, made_with={"peft_config": lora})
+    assert trainer.model.config._attn_implementation == "eager"
+    assert trainer.colo.engine.module.config._attn_implementation != "eager"
+    assert trainer.colo.transport.shares
+    trainer.train()
+
+
+def test_attention_that_is_not_there_ends_the_engine(make, monkeypatch):
+    closed = []
+    monkeypatch.setattr(TorchEngine, "close", lambda engine: closed.append(engine))
+    with pytest.raises(ValueError, match="flash_attention_of_mine"):
+        make_flagged(make, model_init_kwargs={"attn_implementation": "flash_attention_of_mine"})
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("option", ["model_init_kwargs", "colo_engine_options"])
+@pytest.mark.parametrize(("kind", "config"), [(ColoGRPOTrainer, ColoGRPOConfig), (ColoRLOOTrainer, ColoRLOOConfig)])
+def test_model_tokenizer_and_reference_are_of_one_revision(
+    make, checkpoint, tmp_path, monkeypatch, kind, config, option
+):
+    other = tiny_checkpoint(tmp_path / "other", alphabet=ALPHABET[::-1], seed=1)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    name = save_revisions(tmp_path / "hub", main=checkpoint, v2=other)
+    given = {option: {"revision": "v2"}}
+    trainer = make_flagged(make, model=name, kind=kind, config=config, beta=0.1, learning_rate=0.0, **given)
+    expected = AutoModelForCausalLM.from_pretrained(other).state_dict()
+    for model in (trainer.model, trainer.ref_model):
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
+    vocabulary = AutoTokenizer.from_pretrained(other, padding_side="left", truncation_side="left")
+    for name in ("padding_side", "truncation_side", "vocab"):
+        assert getattr(trainer.processing_class, name) == getattr(vocabulary, name)
+    assert getattr(trainer.args, option) == given[option]
+    trainer.train()
+    assert max(logged(trainer, "kl")) < 1e-6
+
+
+def test_a_tokenizer_that_is_given_is_kept_beside_a_revision(make, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    name, tokenizer = save_revisions(tmp_path / "hub", v2=checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    made_with = {"processing_class": tokenizer}
+    trainer = make_flagged(make, model=name, model_init_kwargs={"revision": "v2"}, made_with=made_with)
+    assert trainer.processing_class is tokenizer
 
 
 def test_a_named_model_that_will_be_sharded_is_loaded_by_trl(make, monkeypatch):
@@ -195,7 +246,7 @@ def test_arguments_may_be_given_by_position(make, checkpoint, tmp_path):
 
 
 def test_a_start_that_fails_leaves_the_config_as_it_was(make):
-    given = {"attn_implementation": "eager"}
+    given = {"use_cache": False}
     args = []
 
     def config(**changes):
