@@ -17,7 +17,7 @@ from colo.assembly.arguments import default_engine
 from colo.assembly.check import check
 from colo.assembly.share import share
 from colo.config import RuntimeConfig
-from colo.engine import Engine
+from colo.engine import Engine, SamplingParams
 from colo.engines.sampling import distorting, needing_tokenizer
 from colo.engines.text import positions_of
 from colo.errors import Unsupported
@@ -175,7 +175,10 @@ def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:
     # TRL's list has the generation config's end tokens too; without one there is the tokenizer's
     if not given.get("ignore_eos"):
         ends = getattr(trainer, "eos_token_ids", None) or [trainer.processing_class.eos_token_id]
-        sampling["stop_token_ids"] = [token for token in ends if token is not None]
+        more = given.pop("stop_token_ids", None)
+        # beside, not instead: vLLM is started without a tokenizer, and knows the end of a sequence from here
+        more = () if more is None else SamplingParams(stop_token_ids=more).stop_token_ids
+        sampling["stop_token_ids"] = [*dict.fromkeys(token for token in (*ends, *more) if token is not None)]
     if args.vllm_structured_outputs_regex is not None:
         sampling["structured_outputs"] = _structured_outputs(rt, args.vllm_structured_outputs_regex)
     return sampling | given

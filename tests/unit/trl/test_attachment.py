@@ -9,7 +9,7 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, LlamaConfig, Olmo2Config, Qwen3Config, SmolLM3Config, Starcoder2Config
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import colo
 from colo.config import RuntimeConfig
@@ -125,6 +125,28 @@ def test_generation_kwargs_that_the_engine_has_are_honoured(make, attach):
     attach(trainer)
     _, ids, *_ = trainer.vllm_generation.generate([[1, 10, 2, 11]] * 8, None, 8)
     assert [len(row) for row in ids] == [3] * 8
+
+
+@pytest.mark.parametrize("kind", [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["grpo", "rloo"])
+@pytest.mark.parametrize(
+    ("given", "stops"),
+    [
+        ({"stop_token_ids": [5, 12]}, [12, 5]),
+        ({"stop_token_ids": [5], "ignore_eos": True}, [5]),
+        ({"stop_token_ids": None}, [12]),
+    ],
+    ids=["beside", "alone", "none"],
+)
+def test_stop_token_ids_are_beside_the_end_of_a_sequence(make, attach, kind, given, stops):
+    trainer = make(kind=kind[0], config=kind[1], generation_kwargs=given)
+    attach(trainer)
+    assert trainer.vllm_generation.sampling["stop_token_ids"] == stops
+    assert trainer.args.generation_kwargs == given
+
+
+def test_stop_token_ids_that_are_no_list_are_refused_by_name(make, attach):
+    with pytest.raises(TypeError, match="stop_token_ids must be a list of token ids"):
+        attach(make(generation_kwargs={"stop_token_ids": 5}))
 
 
 @pytest.mark.parametrize(
