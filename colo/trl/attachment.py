@@ -347,10 +347,11 @@ def _make_optimizer(trainer: Any) -> None:
             trainer.optimizer_cls_and_kwargs = known
     elif made is None:
         trainer.create_optimizer()
-    elif in_16_bits and not hasattr(unwrapped(made), "inner"):
+    # also of one that a subclass has made in a way of its own
+    if in_16_bits and not hasattr(unwrapped(trainer.optimizer), "inner"):
         warnings.warn(
             "weights in 16 bits swallow updates smaller than 1/256 of them: give the trainer an optimizer made by "
-            "colo.optim.MasterWeights, or none",
+            "colo.optim.MasterWeights, or leave making it to colo, without a create_optimizer of your own",
             stacklevel=4,
         )
     _prepare_optimizer(trainer)

@@ -343,6 +343,25 @@ def test_an_optimizer_of_the_users_is_kept_and_one_without_masters_is_warned_abo
     assert trainer.optimizer.optimizer is given
 
 
+class WithOwnOptimizer(GRPOTrainer):
+    make = staticmethod(lambda params: torch.optim.SGD(params, lr=1.0))
+
+    def create_optimizer(self, model=None):
+        self.optimizer = self.make(self.model.parameters())
+        return self.optimizer
+
+
+def test_an_optimizer_that_a_subclass_makes_is_warned_about_too(make, attach):
+    with pytest.warns(UserWarning, match="swallow updates"):
+        attach(make(kind=WithOwnOptimizer, model_init_kwargs={"dtype": "bfloat16"}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        attach(make(kind=WithOwnOptimizer))
+        trainer = make(kind=WithOwnOptimizer, model_init_kwargs={"dtype": "bfloat16"})
+        trainer.make = MasterWeights(trainer.make)
+        attach(trainer)
+
+
 def test_several_optimizers_for_weights_in_16_bits_are_refused_by_name(make, attach):
     trainer = make(model_init_kwargs={"dtype": "bfloat16"})
     trainer.optimizer_cls_and_kwargs = (lambda: None), {}
