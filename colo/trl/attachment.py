@@ -91,8 +91,10 @@ def attach(
         engine = _unsloths(trainer, llm, engine, engine_options)
     check_fused_head(trainer.model)
     check_output(trainer.args.output_dir)
-    rollout_func = getattr(trainer, "rollout_func", None)
-    check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset, rollout_func=rollout_func)
+    others = {"rollout_func": getattr(trainer, "rollout_func", None)}
+    # of a TRL whose environments may have prompts of their own
+    others["environments"] = getattr(trainer, "environment_factories", None)
+    check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset, **others)
     engine = default_engine(trainer.accelerator.device) if engine is None else engine
     options = dict(engine_options or {})
     if config is not None and config.release_gradients:

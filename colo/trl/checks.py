@@ -92,6 +92,14 @@ def check_args(args: Any) -> None:
         )
     if getattr(args, "deepspeed", None):
         raise Unsupported(_DEEPSPEED)
+    # TRL asks only where `use_vllm` is set as a trainer is made, and colo sets it later
+    if getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction:
+        mode = args.vllm_importance_sampling_mode
+        if mode not in ("token_truncate", "token_mask"):
+            raise ValueError(
+                f"loss_type='vespo' takes a correction of each token, and vllm_importance_sampling_mode={mode!r} is of "
+                "sequences: set 'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False"
+            )
 
 
 _DEEPSPEED = "colo does not know DeepSpeed's partitioned state: train without it"
@@ -262,22 +270,25 @@ def checked(reward: Any, name: str, trainer: Any) -> Any:
     return call
 
 
-def check_columns(rewards: Sequence[Any], train: Any, evaluation: Any = None, *, rollout_func: Any = None) -> None:
+def check_columns(
+    rewards: Sequence[Any], train: Any, evaluation: Any = None, *, rollout_func: Any = None, environments: Any = None
+) -> None:
     """Raise `ValueError` for columns that TRL or a reward function asks for and a dataset does not have.
 
     A dataset that does not know its columns, such as a stream, is not checked. `evaluation` may be several, by name.
-    A `rollout_func` may return what rewards take.
+    A `rollout_func` may return what rewards take, and `environments` have prompts of their own.
     """
     rewards = [] if rollout_func is not None else rewards
     others = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
     for dataset, name in ((train, "the dataset"), *((o, f"eval_dataset {n}".rstrip()) for n, o in others.items())):
         columns = getattr(dataset, "column_names", None)
         if isinstance(columns, (list, tuple)):
-            _check_columns(rewards, columns, f"{name} has {', '.join(columns) or 'no columns'}")
+            has = f"{name} has {', '.join(columns) or 'no columns'}"
+            _check_columns(rewards, columns, has, needs_prompt=environments is None)
 
 
-def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str) -> None:
-    if "prompt" not in columns:
+def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, needs_prompt: bool) -> None:
+    if needs_prompt and "prompt" not in columns:
         raise ValueError(f"{has}, and no 'prompt': rename the column with dataset.rename_column(..., 'prompt')")
     for reward in rewards:
         if isinstance(reward, torch.nn.Module) or not callable(reward):

@@ -218,7 +218,8 @@ class _WithEngine:
         # before an engine is started, which takes a minute
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         datasets = options.get("train_dataset"), options.get("eval_dataset")
-        check_columns(rewards, *datasets, rollout_func=options.get("rollout_func"))
+        others = {"rollout_func": options.get("rollout_func"), "environments": options.get("environment_factory")}
+        check_columns(rewards, *datasets, **others)
         # both ways in which accelerate is told: by TRL's arguments, or by its launcher's environment
         is_sharded = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         if not isinstance(model, str) or is_sharded:

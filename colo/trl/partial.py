@@ -43,10 +43,12 @@ class PartialRollouts:
         which nothing would ever go on.
         """
         options_of(runtime.engine, None, sampling)
+        # in TRL 1.4 the instances, and later their makers
+        environments = getattr(trainer, "environment_factories", None) or getattr(trainer, "environments", None)
         for what, is_there in (
             ("several ranks, each of which would end another number of prompts", trainer.accelerator.num_processes > 1),
             ("tools, which answer between turns", bool(getattr(trainer, "tools", None))),
-            ("environments", bool(getattr(trainer, "environment_factory", None))),
+            ("environments", bool(environments)),
             ("rollout_func", getattr(trainer, "rollout_func", None) is not None),
             ("a dataset without a length", not hasattr(trainer.train_dataset, "__len__")),
             ("a loss without importance ratios", not getattr(trainer, "vllm_importance_sampling_correction", False)),

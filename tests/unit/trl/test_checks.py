@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.nn.utils.parametrize import register_parametrization
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
 
 import colo.trl
 from colo.errors import Unsupported
@@ -32,7 +34,7 @@ from colo.trl.checks import (
     checked,
 )
 from tests.models import tiny_qwen3
-from tests.trainers import ALPHABET, SMALL_CACHE, options, sums, trained
+from tests.trainers import ALPHABET, SMALL_CACHE, logged, options, sums, trained
 
 VERSION = re.escape(importlib.metadata.version("trl"))
 
@@ -124,6 +126,26 @@ def test_tensor_parallelism_is_refused_by_name():
     trainer.args.vllm_tensor_parallel_size = 2
     with pytest.raises(Unsupported, match="vllm_tensor_parallel_size=2: .* leave 1"):
         check_trainer(trainer)
+
+
+VESPO = {"loss_type": "vespo", "vllm_importance_sampling_correction": True}
+
+
+def vespo(mode, **changes):
+    return a_trainer(args=VESPO | {"vllm_importance_sampling_mode": mode} | changes)
+
+
+def test_the_mode_that_trl_asks_for_with_use_vllm_is_asked_for():
+    for mode in ("sequence_mask", "sequence_truncate"):
+        with pytest.raises(ValueError, match=f"vespo.*mode='{mode}' is of sequences: set 'token_truncate' or"):
+            check_trainer(vespo(mode))
+    for fits in (
+        vespo("token_mask"),
+        vespo("token_truncate"),
+        vespo("sequence_mask", vllm_importance_sampling_correction=False),
+        vespo("sequence_mask", loss_type="dapo"),
+    ):
+        check_trainer(fits)
 
 
 FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_bytes": "1MiB"}
@@ -336,6 +358,39 @@ def test_columns_that_a_rollout_may_return_are_not_missed(make, attach, monkeypa
     attach(make(reward=answered, made_with={"rollout_func": rolled_out}))
     with pytest.raises(ValueError, match="takes verdict, and the dataset has"):
         attach(make(reward=answered))
+
+
+class Asking:
+    """An environment that has prompts and rewards of its own, which TRL knows since 1.15."""
+
+    def reset(self, **_):
+        return "1+2="
+
+    def get_reward(self):
+        return 1.0
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory':UserWarning")
+@pytest.mark.parametrize(
+    ("factory", "columns"), [({"a": Asking}, {"environment": ["a"] * 8}), (Asking, {"level": [1] * 8})], ids=str
+)
+@pytest.mark.skipif("environment_factories" not in inspect.getsource(grpo_trainer), reason="this TRL needs prompts")
+def test_an_environment_has_prompts_of_its_own(make, attach, tmp_path, factory, columns):
+    rows, chat = Dataset.from_dict(columns), str(tiny_checkpoint(tmp_path / "chat"))
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    tokenizer.response_template = {}
+    tokenizer.parse_response = lambda ids, **_: {"role": "assistant", "content": tokenizer.decode(ids)}
+    made_with = {"environment_factory": factory, "processing_class": tokenizer}
+    given = {"model": chat, "dataset": rows, "made_with": made_with}
+    trainer = make(**given, reward=[])
+    attach(trainer)
+    given |= FLAG | {"kind": ColoGRPOTrainer, "config": ColoGRPOConfig}
+    flagged = make(**given, reward=[])
+    for each in (trainer, flagged):
+        each.train()
+        assert logged(each) == [1.0, 1.0]
+    with pytest.raises(Unsupported, match="colo_partial_rollouts does not go with environments"):
+        make(**given, reward=[], colo_partial_rollouts=True)
 
 
 def test_a_column_that_an_evaluation_would_miss_is_named():
