@@ -7,13 +7,20 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import find_adapter_config_file
 
 from colo.assembly.arguments import (
@@ -235,6 +242,7 @@ def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
         _check_complete(request.model, request.dtype, revision_of(request.engine_options))
     # on the meta device: the weights must not exist twice while vLLM starts
     model = empty_model(config, dtype=request.dtype, attn_implementation=None)
+    _take_generation_config(model, request)
     kv_cache_bytes = request.kv_cache_bytes(model, packed=packs)
     engine = make_vllm_engine(request, request.make_mover(undo), kv_cache_bytes)
     undo.add(engine.close)
@@ -260,6 +268,16 @@ def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
         checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
         model = _own(checkpoint, request.model).to(request.device)
     return engine, model.requires_grad_(True).train()
+
+
+def _take_generation_config(model: PreTrainedModel, request: EngineRequest) -> None:
+    """Give a model that is made empty what the one that it stands for has for generation, such as end tokens."""
+    if isinstance(request.model, PreTrainedModel):
+        model.generation_config = copy.deepcopy(request.model.generation_config)
+    elif not isinstance(request.model, PretrainedConfig):
+        with suppress(OSError):  # a checkpoint without one, whose config says it
+            revision = revision_of(request.engine_options)
+            model.generation_config = GenerationConfig.from_pretrained(os.fspath(request.model), revision=revision)
 
 
 def _ordinary(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

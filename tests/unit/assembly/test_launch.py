@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlavaConfig, Qwen2_5_VLConfig, T5Config
+from transformers import AutoModelForCausalLM, GenerationConfig, LlavaConfig, Qwen2_5_VLConfig, T5Config
 
 import colo
 from colo.assembly import launch
@@ -17,6 +17,7 @@ from colo.assembly.share import _adapted_modules
 from colo.config import RuntimeConfig, Weights
 from colo.errors import Unsupported
 from colo.units import MIB
+from colo.weights.sources.module import ModuleSource
 from tests.models import tiny_qwen3
 
 CONFIG = tiny_qwen3(num_hidden_layers=2, tie_word_embeddings=True)
@@ -167,6 +168,23 @@ def test_a_checkpoint_that_transformers_cannot_read_is_left_to_vllm(started, tmp
     with pytest.raises(RuntimeError, match="started"):
         begin(str(tmp_path), "vllm")
     assert started == ["vllm"]
+
+
+@pytest.mark.parametrize("kind", ["named", "given", "without"])
+def test_a_model_over_vllms_memory_has_the_checkpoints_end_tokens(tmp_path, monkeypatch, kind):
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    model.generation_config = GenerationConfig(eos_token_id=[2, 5], top_k=20, do_sample=True)
+    model.save_pretrained(tmp_path)
+    if kind == "without":
+        (tmp_path / "generation_config.json").unlink()
+    plan = SimpleNamespace(aliases=ModuleSource(model).tensors())
+    monkeypatch.setattr(launch, "make_vllm_engine", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(launch, "record_plan", lambda *_: ({}, plan))
+    monkeypatch.setattr(launch, "why_not_shared", lambda *_: None)
+    _, made = begin(model if kind == "given" else str(tmp_path), "vllm")
+    found = made.generation_config.eos_token_id, made.generation_config.top_k
+    assert found == ((CONFIG.eos_token_id, None) if kind == "without" else ([2, 5], 20))
+    assert made.generation_config is not model.generation_config
 
 
 def test_looking_at_adapter_and_checkpoint_draws_no_random_numbers(started, tmp_path):
