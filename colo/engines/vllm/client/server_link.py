@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,7 +52,7 @@ HOW_TO_START = (
 )
 
 _MAX_REQUESTS = 32
-"""Prompts travel in so many requests, but with a seed in one each; vLLM batches all of them together."""
+"""Prompts travel in so many requests, and in more where they differ in more than their tokens; vLLM batches all."""
 
 _NO_JSON = "Out of range float values are not JSON compliant"
 """Words of Python's `json`, and so of a server, about log-probabilities that are not numbers."""
@@ -320,8 +321,12 @@ class ServerLink(WorkerLink):
     def _requests(
         self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, adapter: NamedAdapter | None
     ) -> list[Body]:
-        # The server gives all prompts of a request the same seed.
+        # the server gives all prompts of a request the same seed
         size = (-(-len(prompts) // _MAX_REQUESTS) or 1) if params.seed is None else 1
+        # and refuses more tokens than there are positions, where vLLM itself ends a completion at the last one
+        limits = [min(params.max_tokens, self.infos[0].max_length - len(prompt)) for prompt in prompts]
+        changes = {index for index in range(1, len(prompts)) if limits[index] != limits[index - 1]}
+        starts = sorted({*range(0, len(prompts), size), *changes})
         common: Body = asdict(params) | {
             "model": self._model_name if adapter is None else self._adapters.name(adapter[1]),
             "stop_token_ids": list(params.stop_token_ids),
@@ -332,9 +337,9 @@ class ServerLink(WorkerLink):
         }
         return [
             common
-            | {"prompt": [list(prompt) for prompt in prompts[start : start + size]]}
+            | {"prompt": [list(prompt) for prompt in prompts[start:end]], "max_tokens": limits[start]}
             | ({} if params.seed is None else {"seed": completion_seed(params.seed, start, 0)})
-            for start in range(0, len(prompts), size)
+            for start, end in pairwise([*starts, len(prompts)])
         ]
 
 

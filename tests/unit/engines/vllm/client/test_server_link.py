@@ -57,7 +57,7 @@ class FakeServer:
             "/get_world_size": lambda: {"world_size": self.num_workers},
             "/v1/models": lambda: {"data": [{"id": "served"}]},
             "/reset_prefix_cache": lambda: {"success": "true" in str(request.url)},
-            "/v1/completions": lambda: completions(body),
+            "/v1/completions": lambda: completions(body, self.told["max_length"]),
             "/collective_rpc": lambda: {"results": [self.answer(body["method"], *body["args"])]},
         }
         return httpx.Response(200, json=found.get(path, dict)())
@@ -86,8 +86,9 @@ class FakeServer:
         return {"num_tensors": 1}
 
 
-def completions(body):
+def completions(body, max_length):
     assert body["model"] == "served" and body["logprobs"] == 0
+    assert max(map(len, body["prompt"])) + body["max_tokens"] <= max_length, "vLLM answers 400"
     choices = [
         {"token_ids": [p[0], n], "logprobs": {"token_logprobs": [-0.5, -1.0]}, "finish_reason": "length", "text": ""}
         for p in body["prompt"]
@@ -132,6 +133,26 @@ def test_it_starts_poisoned_and_a_commit_lets_it_generate(connect):
     ]
     assert {c.weights_version for c in found} == {3}
     assert engine.generate([], SamplingParams()) == []
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_completions_end_with_the_positions_that_each_prompt_leaves(connect, seed):
+    server, bodies = FakeServer(), []
+
+    def noting(request):
+        bodies.extend([json.loads(request.content)] if request.url.path == "/v1/completions" else [])
+        return server(request)
+
+    engine = connect(noting)
+    engine.commit(3)
+    lengths = [*[1] * 40, 43, 43, 49, 1, 44, 42]
+    prompts = [[index] * length for index, length in enumerate(lengths)]
+    found = engine.generate(prompts, SamplingParams(n=2, max_tokens=7, seed=seed))
+    assert [(c.prompt_index, c.token_ids) for c in found] == [(p, (p, s)) for p in range(46) for s in range(2)]
+    asked = {prompt[0]: body["max_tokens"] for body in bodies for prompt in body["prompt"]}
+    assert [asked[index] for index in range(46)] == [*[7] * 40, 7, 7, 1, 7, 6, 7]
+    with pytest.raises(ValueError, match="50 tokens, the model knows 50 positions: shorten it"):
+        engine.generate([[1] * 50], SamplingParams())
 
 
 def test_another_server_in_the_place_of_one_that_ended_is_not_taken_for_it(connect):
