@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -248,7 +249,7 @@ class EngineStatus:
         on_loss: Callable[[], None] = lambda: None,
         when_lost: str = "call recover() to start it again",
     ) -> None:
-        """`check_alive` runs before each `require`, and calls `lose` if the engine is gone. `on_loss` runs then.
+        """`check_alive` runs before each `require` and `state`, and calls `lose` if it is gone; `on_loss` runs then.
 
         `segments` are the engine's; `when_lost` is the advice for a lost engine.
         """
@@ -268,9 +269,11 @@ class EngineStatus:
 
     @property
     def state(self) -> EngineState:
-        """State by the table in colo/engine.py, as the segments have it."""
+        """State by the table in colo/engine.py, as the segments have it. A process that has ended is found out here."""
         if self.closed:
             return EngineState.CLOSED
+        with suppress(EngineLost):
+            self._check_alive()
         if self.lost is not None:
             return EngineState.LOST
         if any(segment.residency is not Residency.RESIDENT for segment in self._segments()):

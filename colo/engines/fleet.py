@@ -118,7 +118,8 @@ class Fleet(EngineBase):
 
         Raises: `PhaseError` when none is lost; what the last of them raises if none could be.
         """
-        lost = [member for member in self._members if member.lost is not None]
+        present = self.present()
+        lost = [member for member in self._members if member not in present]
         if not lost:
             raise PhaseError("no engine of the fleet is lost: nothing to recover")
         error: Exception | None = None

@@ -87,6 +87,17 @@ def test_whether_it_is_alive_is_looked_at_first(segments):
         status.require("act", EngineState.AWAKE)
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_the_state_of_an_engine_that_has_ended_is_lost_before_anything_is_asked_of_it(segments, raises):
+    def look():
+        error = status.lose("gone")
+        if raises:
+            raise error
+
+    status = EngineStatus(lambda: segments, check_alive=look)
+    assert (status.state, status.lost) == (EngineState.LOST, "gone")
+
+
 def test_a_segment_that_lacks_members_is_told_which(segments):
     with pytest.raises(TypeError, match="segment SimpleNamespace lacks away, begin, .*, size_bytes$"):
         EngineBase(torch.device("cpu"), segments)

@@ -131,6 +131,20 @@ def test_one_that_is_lost_leaves_and_the_others_sample_what_it_was_asked(rt, eng
     assert len(engines[1].calls[-1]) == 4
 
 
+def test_one_that_has_ended_is_recovered_before_anything_is_asked_of_it(rt, engines, monkeypatch):
+    with rt.rollout():
+        rt.generate(PROMPTS, **GREEDY)
+    with pytest.raises(colo.PhaseError, match="no engine of the fleet is lost: nothing to recover"):
+        rt.engine.recover()
+    ended = engines[1].engine
+    ended._status.lose("killed")
+    monkeypatch.setattr(ended, "recover", ended._status.revive)
+    rt.engine.recover()
+    with rt.rollout():
+        rt.generate(PROMPTS, **GREEDY)
+    assert rt.engine.out == {} and len(engines[1].calls[-1]) == 4
+
+
 def test_one_that_did_not_take_a_version_samples_nothing_until_it_has_taken_a_later_one(rt, engines):
     with rt.rollout():
         rt.generate(PROMPTS, **GREEDY)

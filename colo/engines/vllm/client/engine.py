@@ -463,8 +463,8 @@ class VLLMEngine(EngineBase):
         Raises: `PhaseError` unless it is lost and ours; `TransferError` when vLLM has overwritten the trainer's weights
         as it started; whatever vLLM raises.
         """
-        lost = self._status.lost
-        if lost is None:
+        # the state first: with it a process that has ended is found out
+        if self.state is not EngineState.LOST or (lost := self._status.lost) is None:
             raise PhaseError("the engine is not lost: nothing to recover")
         if self._start is None:
             raise PhaseError(self._link.why_not_recovered(lost))

@@ -1,8 +1,11 @@
 """What a vLLM engine refuses and knows of itself, over a `vllm.LLM` that answers by the book."""
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -36,6 +39,7 @@ class FakeLLM:
         self.received = []
         self.asked = []
         self.receiving_fails = False
+        self.worker = psutil.Process()
 
     def collective_rpc(self, method, args):
         assert method == "colo"
@@ -47,7 +51,7 @@ class FakeLLM:
     def describe(self, same_process, client_pid, probe, home):
         assert (same_process, client_pid, home) == (False, os.getpid(), None)
         info = WorkerInfo(
-            pid=os.getpid(),
+            pid=self.worker.pid,
             pid_namespace=1,
             rank=0,
             device="cpu",
@@ -119,6 +123,19 @@ def test_a_version_is_not_held_while_the_weights_are_away(engine, llm):
     assert engine.state is EngineState.ASLEEP
     engine.commit(2)
     assert (engine.weights_version, llm.told) == (2, ["1", "2"])
+
+
+def test_an_engine_whose_process_was_killed_is_recovered_before_anything_is_asked_of_it(llm, engine):
+    with pytest.raises(PhaseError, match="the engine is not lost: nothing to recover"):
+        engine.recover()
+    engine.close()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as llm.worker:
+        killed = VLLMEngine.around(llm)
+        llm.worker.kill()
+    with pytest.raises(PhaseError, match="your vllm.LLM is lost .a process of its workers has ended.: close"):
+        killed.recover()
+    assert killed.state is EngineState.LOST
+    killed.close()
 
 
 ADAPTER = AdapterWeights(a={"q_proj": torch.zeros(2, 4)}, b={"q_proj": torch.zeros(4, 2)}, scalings={"q_proj": 1.0})
