@@ -38,7 +38,7 @@ class LLMLink(WorkerLink):
     def __init__(
         self, llm: Any, device: torch.device, status: EngineStatus, *, deadline_s: float, is_own: bool = False
     ) -> None:
-        """Connect to `llm`. Raises: `Unsupported` when it runs on another device than `device`."""
+        """Connect to `llm`. Raises: `Unsupported` when it runs on another device, `PhaseError` when it is asleep."""
         super().__init__(device, status, deadline_s)
         self.llm = llm
         self.model_config = llm.llm_engine.vllm_config.model_config
@@ -46,6 +46,7 @@ class LLMLink(WorkerLink):
         try:
             self.infos = self.meet_workers()
             self.check_device()
+            self.check_awake()
         except BaseException:
             # an own LLM would otherwise go on without anybody who ends it
             self.close()
@@ -94,8 +95,12 @@ class LLMLink(WorkerLink):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, *, version: int, adapter: NamedAdapter | None
     ) -> list[Completion]:
-        """Sample from weights of `version`; see `Engine.generate`. `PhaseError` while other requests are in flight."""
+        """Sample from weights of `version`; see `Engine.generate`.
+
+        Raises: also `PhaseError` while other requests are in flight, and when somebody else has put vLLM to sleep.
+        """
         llm = self.llm
+        self.check_awake()
         # vLLM's `generate` collects the outputs of every request that is in flight
         if llm.llm_engine.has_unfinished_requests():
             raise PhaseError(
@@ -121,6 +126,12 @@ class LLMLink(WorkerLink):
         tokenizer = llm.get_tokenizer() if has_tokenizer and not asked.detokenize else None
         name = adapter[0] if adapter is not None else None
         return completions(outputs, version, name, has_text=has_text, tokenizer=tokenizer)
+
+    def check_awake(self) -> None:
+        """Raise `PhaseError` for a vLLM that sleeps by its own `sleep`: what it is asked would wait for ever."""
+        if self.run("is_sleeping", self.llm.llm_engine.is_sleeping):
+            whose = "colo's" if self.is_own else "your"
+            raise PhaseError(f"{whose} vllm.LLM is asleep, by its own sleep(): call its wake_up() first")
 
     def _outputs(self, inputs: Sequence[Any], params: Any, adapter: Any) -> Sequence[Any]:
         """vLLM's outputs of prompts, in their order."""

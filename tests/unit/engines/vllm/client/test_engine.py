@@ -33,7 +33,8 @@ class FakeLLM:
             model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3")),
             parallel_config=parallel,
         )
-        self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=None)
+        self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=None, is_sleeping=lambda: self.is_asleep)
+        self.is_asleep = False
         self.held = dict(SIZES)
         self.told = []
         self.received = []
@@ -136,6 +137,12 @@ def test_an_engine_whose_process_was_killed_is_recovered_before_anything_is_aske
         killed.recover()
     assert killed.state is EngineState.LOST
     killed.close()
+
+
+def test_a_vllm_that_is_asleep_is_not_taken(llm):
+    llm.is_asleep = True
+    with pytest.raises(PhaseError, match=r"your vllm.LLM is asleep, by its own sleep\(\): call its wake_up\(\)"):
+        VLLMEngine.around(llm)
 
 
 ADAPTER = AdapterWeights(a={"q_proj": torch.zeros(2, 4)}, b={"q_proj": torch.zeros(4, 2)}, scalings={"q_proj": 1.0})

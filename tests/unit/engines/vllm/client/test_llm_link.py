@@ -10,7 +10,7 @@ from colo.engines.sampling import distorting, row_seed, sampling_temperature
 from colo.engines.vllm.client import check_logprobs, check_numbers
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.client.llm_link import InProcessLink, completions, for_prompts, sampling_params
-from colo.errors import BudgetError, StaleWeights, Unsupported
+from colo.errors import BudgetError, PhaseError, StaleWeights, Unsupported
 
 
 def output(*samples):
@@ -94,7 +94,8 @@ class Link(InProcessLink):
     def __init__(self, skip_tokenizer_init=False):
         self.model_config = SimpleNamespace(skip_tokenizer_init=skip_tokenizer_init)
         self.infos = (SimpleNamespace(logprobs_mode="processed_logprobs", vocab_size=10, max_length=10),)
-        llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
+        self.is_asleep = False
+        llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False, is_sleeping=lambda: self.is_asleep)
         self.asked = []
         self.llm = SimpleNamespace(llm_engine=llm_engine, get_tokenizer=Letters)
 
@@ -118,6 +119,16 @@ def test_an_empty_text_is_told_from_none(vllm, detokenize, skip_tokenizer_init, 
     params = vllm.SamplingParams(detokenize=detokenize)
     (found,) = Link(skip_tokenizer_init).generate([[1, 2]], params, version=3, adapter=None)
     assert found.text == text
+
+
+def test_nothing_is_asked_of_a_vllm_that_somebody_else_has_put_to_sleep(vllm):
+    link = Link()
+    link.is_asleep = True
+    with pytest.raises(PhaseError, match=r"your vllm.LLM is asleep, by its own sleep\(\): call its wake_up\(\)"):
+        link.generate([[1, 2]], SamplingParams(), version=3, adapter=None)
+    assert link.asked == []
+    link.is_asleep = False
+    assert link.generate([[1, 2]], SamplingParams(), version=3, adapter=None)
 
 
 def test_more_samples_than_the_host_can_hold_never_reach_vllm(vllm):
