@@ -107,7 +107,7 @@ class LoadPlan:
         try:
             with torch.no_grad(), recorder:
                 load(iter(stand_ins.items() if as_checkpoint is None else as_checkpoint(stand_ins)))
-        except (NotImplementedError, _NeedsValuesError) as error:  # the loader has asked a stand-in for values
+        except NotImplementedError as error:  # the loader has asked a stand-in for values
             recorder.fallbacks = dict.fromkeys(stand_ins, f"the loader looks at values ({error})")
         recorder.explain_used()
         plan = cls.of(source, copies=recorder.copies, fallbacks=recorder.fallbacks)
@@ -262,7 +262,7 @@ Part = tuple[int, Sequence[int], Sequence[int]]
 """Offset, shape and strides of a view, in elements."""
 
 
-class _NeedsValuesError(Exception):
+class _NeedsValuesError(NotImplementedError):
     """Says that code asks a stand-in for values."""
 
 
@@ -379,7 +379,8 @@ def _check_coverage(
         if never or twice:
             raise TransferError(
                 f"the loader does not cover {name} exactly once: of {num_elements} elements it leaves "
-                f"{never} unwritten and writes {twice} more than once; pass every tensor of the model"
+                f"{never} unwritten and writes {twice} more than once; pass every tensor of the model, "
+                "in the sizes that the engine was started with"
             )
 
 

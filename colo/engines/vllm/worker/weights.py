@@ -37,7 +37,7 @@ def record(
 ) -> LoadPlan:
     """Record the plan of `source`, in the names of a transformers model of `model_type`; no byte is moved.
 
-    Raises: `TransferError` when parameters do not cover the model exactly once; whatever vLLM's loader raises.
+    Raises: `TransferError` when parameters do not cover the model exactly once, or its loader does not take them.
     """
     why = _why_not_recorded(model, model_config, device)
     if model_config.quantization == BITSANDBYTES:
@@ -57,13 +57,33 @@ def record(
 def _loader(
     model: nn.Module, model_type: str | None
 ) -> tuple[Any, Callable[[Any], Iterable[tuple[str, torch.Tensor]]]]:
-    """vLLM's loader, and a function that makes what it takes of weights by a transformers model's names."""
+    """vLLM's loader, and a function that makes what it takes of weights by a transformers model's names.
+
+    The loader raises `TransferError` with the weight that it has taken last.
+    """
+    loader: Any = model.load_weights
     rename = compat.renamer(model)
+    last = "nothing"
 
     def as_checkpoint(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
-        return ((rename(name), view) for name, view in checkpoint_views(tensors, model_type))
+        nonlocal last
+        for name, view in checkpoint_views(tensors, model_type):
+            last = f"{name} {tuple(view.shape)}"
+            yield rename(name), view
 
-    return model.load_weights, as_checkpoint
+    def load(weights: Any) -> None:
+        try:
+            loader(weights)
+        # of a stand-in that has no values, and of the device
+        except (ColoError, NotImplementedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise TransferError(
+                f"vLLM's loader does not take {last}: the engine was started on another model. Start it on a "
+                f"checkpoint of this architecture and these sizes ({error_in_words(error)})"
+            ) from error
+
+    return load, as_checkpoint
 
 
 def _why_not_recorded(model: nn.Module, model_config: Any, device: torch.device) -> str | None:

