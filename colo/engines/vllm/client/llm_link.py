@@ -386,25 +386,35 @@ def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
 
     Options that change nothing may be any that other engines have. Texts are decoded by colo, when they are read, where
     no option asks for more than the tokens' own.
-    Raises: `Unsupported` for parameters of another kind, such as a list.
+    Raises: `Unsupported` for parameters of another kind, such as a list, and for `prompt_logprobs`.
     """
     from vllm import SamplingParams as VLLMSamplingParams
 
     if params is None:
         options = without_neutral(sampling, VLLMSamplingParams.__struct_fields__)
-        given = VLLMSamplingParams(**options)
+        given = _checked(VLLMSamplingParams(**options))
         if not options.keys() & _OF_TEXT and not given.stop:
             given.detokenize = False
         return _with_logprobs(given)
     if isinstance(params, VLLMSamplingParams):
         # a clone: the caller's own parameters must stay as they are
-        return _with_logprobs(params.clone())
+        return _with_logprobs(_checked(params).clone())
     if isinstance(params, SamplingParams):
         return params
     raise Unsupported(
         f"generate takes one SamplingParams for all prompts, not a {type(params).__name__}: call it once for each "
         "within one `with rt.rollout():`"
     )
+
+
+def _checked(params: Any) -> Any:
+    # vLLM has them in its output of the prompt, of which completions keep nothing
+    if params.prompt_logprobs is not None:
+        raise Unsupported(
+            "prompt_logprobs are of prompts, and a completion has none: leave it out, and ask the vllm.LLM itself "
+            "(llm.generate within `with rt.rollout():`), or colo.rl.logprob.model_logprobs with the model"
+        )
+    return params
 
 
 def for_prompts(params: Any, num_prompts: int) -> Any:
@@ -433,8 +443,9 @@ def _seeded(params: Any, seed: int) -> Any:
 
 def _with_logprobs(params: Any) -> Any:
     if params.logprobs is None:
-        params.logprobs = 0  # that of the sampled token
-        if hasattr(params, "flat_logprobs"):
+        others = getattr(params, "logprob_token_ids", None) or ()
+        params.logprobs = len(others)  # beside that of the sampled token
+        if not others and hasattr(params, "flat_logprobs"):
             params.flat_logprobs = True  # a dictionary for every token costs as much as a small model's kernels
     return params
 

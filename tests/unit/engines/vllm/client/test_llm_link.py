@@ -171,6 +171,23 @@ def test_colos_parameters_are_decoded_by_colo(vllm):
     assert found.text == "fh"
 
 
+def test_log_probabilities_of_tokens_that_are_named_come_beside_those_of_what_is_sampled(vllm):
+    own = {"logprob_token_ids": [4, 5]}
+    if not own.keys() <= {*vllm.SamplingParams.__struct_fields__}:
+        pytest.skip("this vLLM has no logprob_token_ids")
+    for params in (sampling_params(None, own), sampling_params(vllm.SamplingParams(**own), {})):
+        assert (params.logprobs, params.flat_logprobs) == (2, False)
+    plain = sampling_params(None, {})
+    assert (plain.logprobs, plain.flat_logprobs) == (0, True)
+
+
+def test_log_probabilities_of_prompts_are_refused_by_name(vllm):
+    for params, options in ((None, {"prompt_logprobs": 0}), (vllm.SamplingParams(prompt_logprobs=1), {})):
+        with pytest.raises(Unsupported, match="prompt_logprobs are of prompts, and a completion has none: leave it"):
+            sampling_params(params, options)
+    assert sampling_params(None, {"prompt_logprobs": None}) == sampling_params(None, {})
+
+
 def test_a_stop_token_is_not_part_of_the_text():
     stopped = output(sample(0, finish_reason="stop"))
     (found,) = completions([stopped], 3, None, has_text=False, tokenizer=Letters())
