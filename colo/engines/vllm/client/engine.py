@@ -50,6 +50,10 @@ from colo.weights.packed import PackedWeight
 from colo.weights.transports.remote import SliceTaker
 
 
+_COLDEST = 0.01
+"""Temperature that vLLM samples at where a lower one, but 0, is asked for (`_MAX_TEMP` in its sampling_params.py)."""
+
+
 class VLLMEngine(EngineBase):
     """An `Engine` (see `colo.engine`) that runs vLLM. Not thread-safe: one caller at a time.
 
@@ -285,7 +289,8 @@ class VLLMEngine(EngineBase):
 
     def sampling_temperature(self, params: Any) -> float | None:
         """The temperature that `logprobs` have in them; `None` where filters or penalties change them too."""
-        return None if self._link.distorting else sampling_temperature(params)
+        found = None if self._link.distorting else sampling_temperature(params)
+        return None if found is None else max(found, _COLDEST)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Any, *, adapter: str | None = None

@@ -145,6 +145,15 @@ def test_a_vllm_that_is_asleep_is_not_taken(llm):
         VLLMEngine.around(llm)
 
 
+@pytest.mark.parametrize("temperature", [0.001, 0.0099, 0.01, 0.5, 1.0])
+def test_the_temperature_is_the_one_that_vllm_samples_at(engine, temperature):
+    import vllm
+
+    own = vllm.SamplingParams(temperature=temperature)
+    assert engine.sampling_temperature(SamplingParams(temperature=temperature)) == own.temperature
+    assert engine.sampling_temperature(SamplingParams(temperature=0)) == 1.0
+
+
 ADAPTER = AdapterWeights(a={"q_proj": torch.zeros(2, 4)}, b={"q_proj": torch.zeros(4, 2)}, scalings={"q_proj": 1.0})
 UPDATES = {
     "load_weights": lambda engine: engine.load_weights([("norm.weight", torch.zeros(4))]),
