@@ -49,7 +49,6 @@ from colo.phases.phase import ENGINE_WEIGHTS, Residency, Segment
 from colo.weights.packed import PackedWeight
 from colo.weights.transports.remote import SliceTaker
 
-
 _COLDEST = 0.01
 """Temperature that vLLM samples at where a lower one, but 0, is asked for (`_MAX_TEMP` in its sampling_params.py)."""
 
