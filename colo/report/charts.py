@@ -217,7 +217,7 @@ def reward_chart(trace: Trace) -> CurveChart | None:
     if len(rewards) == num_steps:
         return _curve_chart("Reward", f"Mean of each training step: {ends}.", series, PLAIN_UNITS)
     # fewer where a trainer logs every so often, or a rollout serves several steps
-    caption = f"{len(rewards)} values of {num_steps} training steps: {ends}."
+    caption = f"{len(rewards)} values{f' of {num_steps} training steps' if num_steps else ''}: {ends}."
     return replace(_curve_chart("Reward", caption, series, PLAIN_UNITS), x_label="value")
 
 

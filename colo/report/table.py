@@ -87,8 +87,9 @@ class Sheet(NamedTuple):
 
 def phase_figures(trace: Trace) -> list[PhaseFigures]:
     """Time, peak and traffic of each of `PARTS` that took time, and the time of evaluations."""
-    moves, steps = moves_once(trace), cycles(trace)
-    evaluations = [cycle for cycle, is_evaluation in _all_cycles(trace) if is_evaluation]
+    moves, every = moves_once(trace), _all_cycles(trace)
+    evaluations = [cycle for cycle, last in every if last.name == EVALUATION]
+    steps = [cycle for cycle, last in every if last.name != EVALUATION]  # and a rollout after them
     spans = [s for s in phase_spans(trace) if not any(e.start_s <= s.start_s < e.end_s for e in evaluations)]
     seconds = {part: [s.duration_s for s in spans if s.phase == part] for part in PARTS}
     seconds |= {part: [step.parts_s[part] for step in steps] for part in ("switch", "idle")}
@@ -163,17 +164,18 @@ def peak_samples(trace: Trace) -> dict[Phase, MemorySample]:
 
 
 def cycles(trace: Trace) -> list[Cycle]:
-    """The training steps of a trace, from its `phase` spans; the last one may be unfinished.
+    """The training steps of a trace, from its `phase` spans.
 
     A step ends where the optimizer has stepped, the last one before a rollout where its training phase ends. What comes
     between (parking state, the user's own code) belongs to the step that it prepares. What a phase does within itself
-    is its own time, moves included. Rollouts that are followed by an evaluation, passes without a backward one, are no
-    steps.
+    is its own time, moves included. Rollouts that are followed by an evaluation, passes without a backward one, or by
+    nothing, are no steps.
     """
-    return [cycle for cycle, is_evaluation in _all_cycles(trace) if not is_evaluation]
+    return [c for c, last in _all_cycles(trace) if last.phase is Phase.TRAIN and last.name != EVALUATION]
 
 
-def _all_cycles(trace: Trace) -> list[tuple[Cycle, bool]]:
+def _all_cycles(trace: Trace) -> list[tuple[Cycle, Span]]:
+    """Every group of phases that training or an evaluation ends, or nothing yet, with the last of its phases."""
     groups: list[list[Span]] = []
     for span in phase_spans(trace):
         last = groups[-1][-1] if groups else None
@@ -186,7 +188,7 @@ def _all_cycles(trace: Trace) -> list[tuple[Cycle, bool]]:
     first_s = min([groups[0][0].start_s, *(start for start, _ in switches[:1])])
     starts = [first_s, *(group[-1].end_s for group in groups[:-1])]
     return [
-        (_cycle(group, switches, begin_s, end_s), group[-1].name == EVALUATION)
+        (_cycle(group, switches, begin_s, end_s), group[-1])
         for group, start_s in zip(groups, starts, strict=True)
         for begin_s, end_s in pairwise([start_s, *_steps_within(group, trace.steps), group[-1].end_s])
     ]

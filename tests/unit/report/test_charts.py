@@ -36,6 +36,7 @@ def test_rewards_that_are_not_finite_are_left_out():
     for reward in (math.nan, 1.0, math.inf, 3.0):
         trace.metric("reward", reward)
     assert reward_chart(trace).places == [1, 3]
+    assert reward_chart(trace).heading.caption.startswith("4 values: ")  # of no training step that was recorded
 
 
 @settings(max_examples=40)

@@ -73,11 +73,19 @@ def test_a_training_step_is_divided_without_remainder():
         assert step.parts_s == pytest.approx({"rollout": 4, "sync": 1, "train": 2, "switch": 2, "idle": 1})
 
 
-def test_an_unfinished_step_is_a_step():
+def test_a_rollout_that_no_training_has_followed_is_no_step():
+    """The last evaluation of a run, or all that there is of a model that is not trained."""
     trace = run(1)
     add(trace, "rollout", 12.0, 15.0)
-    assert [step.duration_s for step in cycles(trace)] == [10.0, 5.0]
-    assert cycles(trace)[1].parts_s["train"] == 0
+    assert [step.duration_s for step in cycles(trace)] == [10.0]
+    figures = summary(trace)
+    assert (figures["num_steps"], figures["median_step_s"], figures["parts_s"]["rollout"]) == (1, 10.0, 4)
+    rows = {row.phase: row for row in phase_figures(trace)}
+    assert (rows["rollout"].count, rows["rollout"].total_s, rows["idle"].total_s) == (2, 7, 3)
+    untrained = Trace()
+    add(untrained, "rollout", 1.0, 4.0)
+    assert (summary(untrained)["num_steps"], summary(untrained)["median_step_s"]) == (0, None)
+    assert "rollout" in printed(untrained) and "step" not in printed(untrained)
 
 
 def test_several_rollouts_and_trainings_in_a_row_are_one_step():
