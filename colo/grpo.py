@@ -80,6 +80,10 @@ class GRPORunConfig(ColoGRPOConfig):
     bf16: bool | None = field(default=None, metadata={"help": "Autocast to bfloat16; by default on a GPU."})
     disable_tqdm: bool | None = field(default=None, metadata={"help": "No progress bars; by default none."})
     logging_steps: float = field(default=1, metadata={"help": "Steps of which means are logged."})
+    colo_seeded: bool = field(  # type: ignore[assignment]  # `bool`, which a command line may give without a value
+        default=None,  # until the engine is chosen
+        metadata={"help": "Seed every rollout by its step; by default with the embedded engine, without partial ones."},
+    )
 
     def __post_init__(self) -> None:
         has_cuda = torch.cuda.is_available()
@@ -88,7 +92,9 @@ class GRPORunConfig(ColoGRPOConfig):
             self.bf16 = False
         self.choose_engine()
         # Free for the embedded engine: a seed repeats a run then, and a resumed one draws what the first would have.
-        self.colo_seeded = self.colo_seeded or self.colo_engine == "torch"
+        seeded: Any = self.colo_seeded
+        if seeded is None:
+            self.colo_seeded = self.colo_engine == "torch" and not self.colo_partial_rollouts
         self.disable_tqdm = True if self.disable_tqdm is None else self.disable_tqdm
         super().__post_init__()
 

@@ -226,6 +226,34 @@ def test_defaults_are_those_of_trl_but_for_what_the_flag_needs():
     assert {name for name in plain if getattr(ours, name) != getattr(theirs, name)} == {"logging_steps"}
 
 
+@pytest.mark.parametrize(
+    ("given", "seeded"),
+    [
+        ([], True),
+        (["--colo_seeded", "false"], False),
+        (["--colo_partial_rollouts", "true"], False),
+        (["--colo_partial_rollouts", "--colo_seeded", "false"], False),
+        (["--colo_partial_rollouts", "false"], True),
+        (["--config", "partial.yaml"], False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_embedded_engine_is_seeded_unless_that_or_partial_rollouts_are_given(
+    colo, place, monkeypatch, given, seeded
+):
+    found = []
+
+    def trainer(model, rewards, args, **options):
+        found.append(args.colo_seeded)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("colo.grpo.ColoGRPOTrainer", trainer)
+    Path("partial.yaml").write_text("colo_partial_rollouts: true\n")
+    code, _, err = colo(*arguments(*given))
+    assert code == 1 and "error: seen" in err
+    assert found == [seeded]
+
+
 # ---- ends that are not the end ---------------------------------------------------------------------------------------
 
 
@@ -427,6 +455,7 @@ def test_rewards_come_from_modules_too(place):
         (["--max-step", "3"], "No such option: --max_step. Did you mean --max_steps?"),
         (["--learning_rate", "fast"], "argument --learning_rate/--learning-rate: invalid float value: 'fast'"),
         (["--eval_strategy", "sometimes"], "sometimes"),
+        (["--colo_seeded", "--colo_partial_rollouts"], "spreads them over several of them: leave one out"),
         (["--use_vllm"], "fast_inference takes the place of use_vllm: leave use_vllm out"),
         (["--load_in_4bit", "--load_in_8bit"], "8 bit and 4 bit"),
         (["--device", "tpu"], "--device ['tpu'] is not one of cpu and cuda"),
