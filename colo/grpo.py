@@ -5,6 +5,7 @@ Everything that can be wrong with what was given is found before a model is load
 
 from __future__ import annotations
 
+import codecs
 import functools
 import importlib
 import importlib.util
@@ -373,11 +374,12 @@ def load_rows(
 
 def _from_lines(path: Path) -> Dataset:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # of bytes, which no separator within a text splits (U+2028)
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error}): write one object a line") from None
         if not isinstance(row, dict):

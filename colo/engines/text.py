@@ -158,7 +158,13 @@ def _rendered(index: int, messages: Sequence[Any], tokenizer: Any) -> list[int]:
             f"prompt {index} is a conversation, and the tokenizer has no chat template: set tokenizer.chat_template, "
             "take an instruction-tuned checkpoint's tokenizer, or pass texts"
         )
-    found = apply(plain, add_generation_prompt=True, tokenize=True)
+    try:
+        found = apply(plain, add_generation_prompt=True, tokenize=True)
+    except Exception as error:  # jinja2's, or whatever else a template's own words raise
+        raise ValueError(
+            f"prompt {index}: the tokenizer's chat template cannot render it ({error}): change its messages, or the "
+            "template"
+        ) from error
     return _unpadded(found, at=index)[0] if isinstance(found, Mapping) else _token_ids(index, found)
 
 

@@ -382,6 +382,8 @@ def test_what_is_not_json_is_named_by_its_line(colo, place, unloaded):
     Path("sums.jsonl").write_text('{"prompt": "1"}\n\n{"prompt": \n')
     code, err = bad(colo)
     assert code == 1 and "sums.jsonl, line 3: not JSON" in err
+    Path("sums.jsonl").write_bytes('{"prompt": "1"}\n{"prompt": "é"}\n'.encode("latin-1"))
+    assert "error: sums.jsonl, line 2: not JSON ('utf-8' codec can't decode" in bad(colo)[1]
     assert "error: there is no file none.jsonl: give a file of JSON lines" in bad(colo, data="none.jsonl")[1]
 
 
@@ -533,6 +535,15 @@ def test_datasets_are_read_from_files_and_folders_and_columns_are_renamed(tmp_pa
     if kind in ("folder", "saved splits"):
         with pytest.raises((ValueError, KeyError), match="validation"):
             load_rows(str(path), "validation", columns=columns)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"], ids=["", "BOM"])
+def test_lines_end_where_json_lines_do(place, start, ending):
+    prompts = ["a\u2028b", "c\u2029d", "e\x85f"]
+    lines = "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + ending for prompt in prompts)
+    Path("sums.jsonl").write_bytes(start + lines.encode())
+    assert list(load_rows("sums.jsonl", "train")["prompt"]) == prompts
 
 
 def test_columns_that_some_rows_lack_are_none_there(place):

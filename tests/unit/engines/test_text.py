@@ -146,6 +146,22 @@ def test_a_conversation_needs_a_chat_template(tokenizer):
         encode_prompts([QUESTION], tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        (
+            "{% if messages|length > 1 %}{{ raise_exception('Roles must alternate') }}{% endif %}1",
+            "Roles must alternate",
+        ),
+        ("{% if messages|length > 1 %}{{ messages[0]['content'] + 1 }}{% endif %}1", "can only concatenate str"),
+    ],
+)
+def test_a_conversation_that_the_template_refuses_is_named(template, cause):
+    words = rf"prompt 1: the tokenizer's chat template cannot render it \({cause}.*\): change its messages"
+    with pytest.raises(ValueError, match=words):
+        encode_prompts([QUESTION, [*QUESTION, *QUESTION]], char_tokenizer(chat_template=template))
+
+
 def test_a_conversation_needs_a_tokenizer():
     with pytest.raises(ValueError, match=r"prompts are conversations.*tokenizer=... to colo.launch or colo.share"):
         encode_prompts([QUESTION], None)
