@@ -34,9 +34,9 @@ from colo.assembly.launch import refuse_adapted_head
 from colo.engines.text import check_prompts, encode_prompts, positions_of
 from colo.errors import Unsupported
 from colo.memory.uninterrupted import uninterrupted
-from colo.rl.rewards import RewardFunction, call_reward, named_rewards
+from colo.rl.rewards import RewardFunction, await_reward, call_reward, named_rewards
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
-from colo.trl.checks import check_args, check_columns
+from colo.trl.checks import check_args, check_columns, is_awaited
 from colo.weights.sources.peft import check_lora_config
 
 Tell = Callable[[str], None]
@@ -471,16 +471,26 @@ def _rewards(run: RunArguments, args: GRPORunConfig) -> list[Any]:
 
 def _called_with_what_it_takes(name: str, function: RewardFunction) -> RewardFunction:
     """A function for TRL, which gives all columns to each and takes any value; errors name reward, step and line."""
-    if inspect.iscoroutinefunction(function):
-        return function
+
+    def given(columns: Mapping[str, Any]) -> dict[str, Any]:
+        step = getattr(columns.get("trainer_state"), "global_step", 0) + 1
+        return {"columns": columns, "step": step, "allow_none": True}
+
+    def or_none(values: list[float]) -> list[float | None]:
+        return [None if math.isnan(value) else value for value in values]
+
+    if is_awaited(function):
+
+        @functools.wraps(function)
+        async def call_and_await(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
+            more = given(columns)
+            return or_none(await await_reward(name, function, prompts=prompts, completions=completions, **more))
+
+        return call_and_await
 
     @functools.wraps(function)
     def call(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-        step = getattr(columns.get("trainer_state"), "global_step", 0) + 1
-        values = call_reward(
-            name, function, prompts=prompts, completions=completions, columns=columns, step=step, allow_none=True
-        )
-        return [None if math.isnan(value) else value for value in values]
+        return or_none(call_reward(name, function, prompts=prompts, completions=completions, **given(columns)))
 
     return call
 

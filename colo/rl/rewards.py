@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from traceback import extract_tb
@@ -82,27 +83,56 @@ def call_reward(
     allow_none: bool = False,
 ) -> list[float]:
     """One number for each completion. Raises: `ValueError` as `check_rewards`, and where the function raises."""
-    given = {"prompts": prompts, "completions": completions, **columns}
-    parameters = _parameters(function)
-    if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        given = {p.name: given[p.name] for p in parameters if p.name in given}
+    given = _taken(function, {"prompts": prompts, "completions": completions, **columns})
     return checked_call(name, lambda: function(**given), len(completions), step=step, allow_none=allow_none)
+
+
+async def await_reward(
+    name: str,
+    function: RewardFunction,
+    *,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
+    step: int | None = None,
+    allow_none: bool = False,
+) -> list[float]:
+    """`call_reward` of a function that is awaited."""
+    given = _taken(function, {"prompts": prompts, "completions": completions, **columns})
+    with _named(name, step):
+        values = await function(**given)
+    return check_rewards(name, values, len(completions), step=step, allow_none=allow_none)
+
+
+def _taken(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
+    """The part of `given` that a function takes."""
+    parameters = _parameters(function)
+    if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return given
+    return {p.name: given[p.name] for p in parameters if p.name in given}
 
 
 def checked_call(
     name: str, call: Callable[[], Any], expected: int, *, step: int | None = None, allow_none: bool = False
 ) -> list[float]:
     """The rewards that `call` returns. Raises: `ValueError` as `check_rewards`, and where it raises: at which line."""
-    try:
+    with _named(name, step):
         values = call()
-    except Exception as error:
-        # the innermost frame: the line that failed, not the one that called it
-        last = extract_tb(error.__traceback__)[-1]
-        raise ValueError(
-            f"reward {name!r} raised {type(error).__name__}{_at(step)}: {error} ({Path(last.filename).name}, line "
-            f"{last.lineno}). Mend it, or have it return a number for what it cannot score"
-        ) from error
     return check_rewards(name, values, expected, step=step, allow_none=allow_none)
+
+
+@contextmanager
+def _named(name: str, step: int | None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # the innermost frame: the line that failed, not the one that called it, which is here for what is not Python
+        last = extract_tb(error.__traceback__)[-1]
+        place = "" if last.filename == __file__ else f" ({Path(last.filename).name}, line {last.lineno})"
+        raise ValueError(
+            f"reward {name!r} raised {type(error).__name__}{_at(step)}: {error}{place}. Mend it, or have it return a "
+            "number for what it cannot score"
+        ) from error
 
 
 def check_rewards(

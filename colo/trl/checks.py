@@ -250,12 +250,13 @@ def checked(reward: Any, name: str, trainer: Any) -> Any:
         return reward
 
     def check(rewards: Any, columns: Mapping[str, Any]) -> Any:
-        count, step = len(columns["completions"]), trainer.state.global_step
+        count = len(columns["completions"])
+        step = trainer.state.global_step + trainer.model.training  # which counts the steps that are done
         found = check_rewards(name, rewards, count, step=step, allow_none=True)
         # a generator has been read by now, so that the list goes on; a tensor stays a tensor
         return rewards if isinstance(rewards, Sequence) or hasattr(rewards, "tolist") else found
 
-    if _is_awaited(reward):
+    if is_awaited(reward):
 
         @functools.wraps(reward)
         async def call_and_await(*arguments: Any, **columns: Any) -> Any:
@@ -307,7 +308,8 @@ def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, 
             )
 
 
-def _is_awaited(reward: Any) -> bool:
+def is_awaited(reward: Any) -> bool:
+    """Tell a reward that is awaited from one that is called."""
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
 
 

@@ -49,6 +49,9 @@ def breaks_later(prompts, completions, completion_ids, **columns):
     calls.append(1)
     return [float(ids[0]) / (2 - len(calls)) for ids in completion_ids]
 
+async def waits_and_breaks(prompts, completions):
+    raise KeyError("score")
+
 def breaks_at_once(prompts, completions, **columns):
     return None
 
@@ -273,6 +276,12 @@ def test_a_reward_that_fails_later_loses_nothing_that_was_trained(colo, place):
     assert "error: reward 'breaks_later' raised ZeroDivisionError at step 2: " in err and "(scores.py, line " in err
     assert "saving what was trained in 1 steps" in err
     assert_trained()
+
+
+def test_an_awaited_reward_that_fails_is_named(colo, place):
+    code, _, err = colo(*arguments(reward="scores.py:waits_and_breaks"))
+    assert code == 1
+    assert "error: reward 'waits_and_breaks' raised KeyError at step 1: 'score' (scores.py, line " in err
 
 
 def test_nothing_is_saved_of_a_run_that_trained_nothing(colo, place):

@@ -1,13 +1,15 @@
 """Rewards by themselves: names, weights, columns, and what functions return."""
 
+import asyncio
 import math
+import os
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from colo.rl.rewards import call_reward, check_columns, check_rewards, check_weights, named_rewards
+from colo.rl.rewards import await_reward, call_reward, check_columns, check_rewards, check_weights, named_rewards
 
 
 def short(prompts, completions, **columns):
@@ -89,6 +91,26 @@ def test_a_function_gets_what_it_names_and_one_with_two_stars_everything():
     seen.clear()
     call("wide", wide)
     assert seen == {"prompts": ["p", "q"], "completions": ["a", "b"], **columns}
+
+
+def test_what_fails_is_named_with_its_line_or_without_one_that_is_not_its_own():
+    def fails(completions):
+        raise KeyError("x")
+
+    async def fails_later(completions):
+        await asyncio.sleep(0)
+        raise KeyError("x")
+
+    given = {"prompts": ["p"], "completions": ["a"], "columns": {"level": [1]}, "step": 1}
+    words = r"reward 'f' raised KeyError at step 1: 'x' \(test_rewards.py, line \d+\)\. Mend it"
+    with pytest.raises(ValueError, match=words):
+        call_reward("f", fails, **given)
+    with pytest.raises(ValueError, match=words):
+        asyncio.run(await_reward("f", fails_later, **given))
+    with pytest.raises(
+        ValueError, match=r"reward 'f' raised TypeError at step 1: .* takes no keyword arguments\. Mend"
+    ):
+        call_reward("f", os.getcwd, **given)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ def test_attach_refuses_such_a_folder_too(make, tmp_path):
     assert not hasattr(trainer, "colo")
 
 
-TRAINER = SimpleNamespace(state=SimpleNamespace(global_step=3))
+TRAINER = SimpleNamespace(state=SimpleNamespace(global_step=2), model=torch.nn.Linear(1, 1))
 GOOD = [[1.0, 0.0], [1, True], [None, 0.5], [None, None], (0.1, 0.2), torch.ones(2), [torch.tensor(1.0), 0]]
 
 
@@ -283,6 +283,18 @@ def test_rewards_that_can_be_read_once_are_handed_on_as_a_list():
 def test_anything_else_is_refused_with_the_reward_and_the_step(returned, words):
     with pytest.raises(ValueError, match=f"reward 'mine' returned {words}.* at step 3: return a .*None where it has"):
         run(returned)
+
+
+def test_the_step_is_the_one_that_is_being_made_or_the_last_before_an_evaluation():
+    model = torch.nn.Linear(1, 1)
+    trainer = SimpleNamespace(state=SimpleNamespace(global_step=0), model=model)
+    call = checked(lambda completions, **_: None, "mine", trainer)
+    with pytest.raises(ValueError, match="returned None at step 1:"):
+        call(completions=["c"])
+    trainer.state.global_step = 2
+    model.eval()
+    with pytest.raises(ValueError, match="returned None at step 2:"):
+        call(completions=["c"])
 
 
 def test_names_stay_and_a_reward_model_passes_through():
