@@ -371,6 +371,8 @@ def _parser() -> Any:
 
 def _parsed(parser: Any, given: Sequence[str]) -> tuple[Any, Any, Any]:
     """The three configs. Raises: `click.UsageError` for options that there are not, or that exclude each other."""
+    from yaml import YAMLError  # type: ignore[import-untyped]  # its types are a package of their own
+
     known = {name.lstrip("-") for action in parser._actions for name in action.option_strings} | {"config"}
     for word in given:
         name = word[2:].partition("=")[0]
@@ -380,6 +382,8 @@ def _parsed(parser: Any, given: Sequence[str]) -> tuple[Any, Any, Any]:
     words = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     try:
         run, args, model = parser.parse_args_and_config(args=words)
+    except YAMLError as error:
+        raise click.UsageError(f"--config is not YAML ({' '.join(str(error).split())}).") from None
     except (ValueError, TypeError) as error:
         raise click.UsageError(f"{str(error).rstrip('.')}.") from None
     if not run.reward_funcs and not run.reward_model_name_or_path:

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import trl.rewards
 from datasets import Dataset, load_dataset, load_from_disk
-from transformers import AutoConfig, AutoTokenizer, ProgressCallback, TrainerCallback
+from transformers import AutoConfig, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
 from colo.assembly.arguments import check_path
-from colo.assembly.launch import refuse_adapted_head
+from colo.assembly.launch import check_config, refuse_adapted_head, tokenizer_of
 from colo.engines.text import check_prompts, encode_prompts, positions_of
 from colo.errors import Unsupported
 from colo.memory.uninterrupted import uninterrupted
@@ -306,6 +306,7 @@ def _checkpoint_files(path: Path) -> list[str]:
 def _check_model(model: GRPOModelConfig, *, folded: bool) -> Any:
     """The adapter's config, or `None`. Raises: as `check_path`, and `Unsupported` for an adapter that cannot be."""
     check_path(model.model_name_or_path)
+    check_config(model.model_name_or_path, model.model_revision)
     lora = get_peft_config(model)
     if lora is not None:
         check_lora_config(lora, folded=folded)
@@ -350,8 +351,8 @@ def load_rows(
     """Rows of a file (JSON lines, JSON, parquet, CSV), a folder or a dataset on the hub.
 
     Of the last two `config` and `split` are taken; `columns` renames, as in `prompt=question`, the new name first.
-    Raises: `ValueError` for lines that are no rows, no rows at all, or a column that is not there; whatever `datasets`
-    raises.
+    Raises: `ValueError` for lines that are no rows, no rows at all, what cannot be read, or a column that is not there;
+    `OSError` as `datasets`.
     """
     path = Path(name)
     if path.suffix in _KINDS and not path.is_file():
@@ -361,15 +362,28 @@ def load_rows(
     elif path.is_file():
         if path.suffix not in _KINDS:
             raise ValueError(f"{path} is no file of rows: give JSON lines, JSON, parquet or CSV, by the file's ending")
-        rows = load_dataset(_KINDS[path.suffix], data_files=str(path), split="train")
+        rows = _read(name, _KINDS[path.suffix], data_files=str(path), split="train")
     elif Path(path, "dataset_info.json").is_file() or Path(path, "dataset_dict.json").is_file():
         saved = load_from_disk(name)
         rows = saved[split] if isinstance(saved, Mapping) else saved
     else:
-        rows = load_dataset(name, config, split=split, streaming=streaming)
+        rows = _read(name, name, config, split=split, streaming=streaming)
     if isinstance(rows, Dataset) and not len(rows):
         raise ValueError(f"dataset {name} is empty: there is nothing to train on")
     return _renamed(rows, name, columns)
+
+
+def _read(name: str, *arguments: Any, **options: Any) -> Any:
+    try:
+        return load_dataset(*arguments, **options)
+    except OSError:
+        raise  # with a name
+    except Exception as error:
+        cause = " ".join(str(error.__cause__ or error).split())  # beneath what says only that something was wrong
+        raise ValueError(
+            f"dataset {name} cannot be read ({cause}): give a split that is there, of rows in UTF-8, all of the same "
+            "columns"
+        ) from error
 
 
 def _from_lines(path: Path) -> Dataset:
@@ -417,7 +431,12 @@ def check_rows(rows: Any, name: str, model: str, *, revision: str = "main", trus
     if not isinstance(rows, Dataset):
         return 0
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(model, **options)
+    tokenizer = tokenizer_of(model, revision, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
+        raise ValueError(
+            f"the folder {model} has no tokenizer, and prompts are texts: save that of its model there, "
+            f"AutoTokenizer.from_pretrained(...).save_pretrained({model!r})"
+        )
     config = AutoConfig.from_pretrained(model, **options)
     vocab_size, num_positions = config.get_text_config().vocab_size, positions_of(config).count
     longest = 0
@@ -460,6 +479,7 @@ def _rewards(run: RunArguments, args: GRPORunConfig) -> list[Any]:
     named = named_rewards(loaded) if loaded or not models else {}
     if models:
         check_path(models[0])
+        check_config(models[0], "main")
     rewards = [*models, *(_called_with_what_it_takes(name, function) for name, function in named.items())]
     if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
         raise ValueError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -50,6 +51,7 @@ from colo.engine import Engine, PacksWeights
 from colo.engines.layout import bind, empty_model, require_causal_lm
 from colo.errors import Unsupported, named_misfits
 from colo.memory.storage import with_own_storage
+from colo.planning.model_shape import config_file
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
 from colo.weights.packed import pack
@@ -65,6 +67,9 @@ logger = logging.getLogger(__name__)
 
 FULL_LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE = 1e-5
+
+_OF_A_TOKENIZER = ("tokenizer*", "vocab*", "sentencepiece*")
+_LFS_POINTER = b"version https://git-lfs"
 
 
 @names_checked
@@ -204,15 +209,15 @@ def _made_optimizer(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimi
     return made
 
 
-def tokenizer_of(model: Checkpoint, revision: str) -> Any:
-    """The checkpoint's tokenizer, or `None` where it has none."""
+def tokenizer_of(model: Checkpoint, revision: str, **options: Any) -> Any:
+    """The checkpoint's tokenizer, read with `options`, or `None` where it has none."""
     if isinstance(model, (PretrainedConfig, PreTrainedModel)):
         return None
     folder = Path(model)
     # AutoTokenizer would raise, and a folder without one is taken
-    if folder.is_dir() and not any(folder.glob("tokenizer*")):
+    if folder.is_dir() and not any(file for name in _OF_A_TOKENIZER for file in folder.glob(name)):
         return None
-    return AutoTokenizer.from_pretrained(os.fspath(model), revision=revision)
+    return AutoTokenizer.from_pretrained(os.fspath(model), revision=revision, **options)
 
 
 # ---- an engine and a model over its memory -------------------------------------------------------------------------
@@ -369,7 +374,10 @@ def _check_complete(model: Checkpoint, dtype: torch.dtype, revision: str) -> Non
         return
     try:
         _, lacking = _read(os.fspath(model), dtype=dtype, revision=revision, device_map="meta")  # names and shapes
-    except Exception as error:  # noqa: BLE001 - vLLM reads files that transformers does not
+    except Exception as error:
+        if isinstance(error.__cause__, SafetensorError):
+            raise
+        # vLLM reads files that transformers does not
         logger.debug("not checked for missing weights: %s", error)
     else:
         _refuse_incomplete(model, lacking)
@@ -382,10 +390,22 @@ def _read(path: str, **options: Any) -> tuple[Any, list[str]]:
     require_causal_lm(config_of(path, options["revision"]))
     with _without_its_code(path):
         # a plain load draws at random what is missing, and only warns
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, output_loading_info=True, trust_remote_code=False, **options
-        )
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path, output_loading_info=True, trust_remote_code=False, **options
+            )
+        except SafetensorError as error:
+            raise ValueError(f"the weights of {path} cannot be read ({error}): {_remedy(path)}") from error
     return model, sorted(info["missing_keys"])
+
+
+def _remedy(path: str) -> str:
+    """Advice for weights that are no safetensors."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return f"{file} is a pointer of Git LFS, in the place of the weights; fetch them with git lfs pull"
+    return "copy or save them again, whole"
 
 
 def _refuse_incomplete(model: Checkpoint, lacking: list[str]) -> None:
@@ -399,14 +419,30 @@ def _refuse_incomplete(model: Checkpoint, lacking: list[str]) -> None:
 def config_of(model: Checkpoint, revision: str) -> PretrainedConfig:
     """The config of a checkpoint, read if need be, or of a model.
 
-    Raises: `Unsupported` for a checkpoint with code of its own, which is not run and not asked about.
+    Raises: `Unsupported` for a checkpoint with code of its own, which is not run and not asked about; `OSError` where
+    there is no config.
     """
     if isinstance(model, PretrainedConfig):
         return model
     if isinstance(model, PreTrainedModel):
         return model.config
     with _without_its_code(model):
-        return AutoConfig.from_pretrained(os.fspath(model), revision=revision, trust_remote_code=False)
+        try:
+            return AutoConfig.from_pretrained(os.fspath(model), revision=revision, trust_remote_code=False)
+        except OSError as error:
+            check_config(os.fspath(model), revision, error)
+            raise
+
+
+def check_config(model: str, revision: str, cause: OSError | None = None) -> None:
+    """Raise `OSError` for a checkpoint without a config: transformers says of a name that it is no hub's, or nothing.
+
+    `cause` is what has been raised already.
+    """
+    try:
+        config_file(model, revision=revision)
+    except ValueError as error:
+        raise OSError(str(error)) from cause or error
 
 
 @contextmanager

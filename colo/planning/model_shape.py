@@ -152,10 +152,10 @@ class TensorGroup:
         return self.count * prod(self.local_shape(tp))
 
 
-def _hub_file(model: str, file_name: str) -> str:
+def _hub_file(model: str, file_name: str, revision: str | None = None) -> str:
     from huggingface_hub import hf_hub_download
 
-    return hf_hub_download(model, file_name)
+    return hf_hub_download(model, file_name, revision=revision)
 
 
 def load_model_config(model: str, *, download: Callable[[str, str], str] = _hub_file) -> dict[str, object]:
@@ -166,15 +166,10 @@ def load_model_config(model: str, *, download: Callable[[str, str], str] = _hub_
     which looks into its cache first.
     Raises: `ValueError` when there is no such folder, model or file, or it holds no JSON object.
     """
-    folder = Path(model).expanduser()
-    if folder.is_file():
-        raise ValueError(f"{model} is a file: pass the folder that holds the model's {CONFIG_FILE}")
     known = known_config(model)
-    if known is not None and not folder.is_dir():
+    if known is not None and not Path(model).expanduser().exists():
         return known
-    path = folder / CONFIG_FILE if folder.is_dir() else _fetch(model, download)
-    if not path.is_file():
-        raise ValueError(f"the folder {folder} has no {CONFIG_FILE}: pass the folder of a Hugging Face model")
+    path = config_file(model, download=download, or_else=f"; known without it: {', '.join(MODELS)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -184,15 +179,28 @@ def load_model_config(model: str, *, download: Callable[[str, str], str] = _hub_
     return config
 
 
-def _fetch(model: str, download: Callable[[str, str], str]) -> Path:
+def config_file(
+    model: str, *, revision: str | None = None, download: Callable[..., str] = _hub_file, or_else: str = ""
+) -> Path:
+    """The path of a model's `config.json`, `download` as for `load_model_config`.
+
+    Raises: `ValueError` when there is no such folder, model or file; `or_else` ends what it says of the hub.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_file():
+        raise ValueError(f"{model} is a file: pass the folder that holds the model's {CONFIG_FILE}")
+    if folder.is_dir():
+        path = folder / CONFIG_FILE
+        if not path.is_file():
+            raise ValueError(f"the folder {folder} has no {CONFIG_FILE}: pass the folder of a Hugging Face model")
+        return path
     try:
-        return Path(download(model, CONFIG_FILE))
+        return Path(download(model, CONFIG_FILE, **({} if revision is None else {"revision": revision})))
     except (OSError, ValueError) as error:  # every error of huggingface_hub for a name, a file, or a network
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(":")
         raise ValueError(
             f"found no folder {model!r} and could not read its {CONFIG_FILE} from the Hugging Face hub ({reason}): "
-            f"pass a folder with a {CONFIG_FILE}, or check the name and the network; known without it: "
-            f"{', '.join(MODELS)}"
+            f"pass a folder with a {CONFIG_FILE}, or check the name and the network{or_else}"
         ) from error
 
 
@@ -246,7 +254,7 @@ def build_on_meta(config: Mapping[str, object]) -> Any:
                 if type(found) in auto._model_mapping:
                     return auto.from_config(found)
     except Exception as error:  # whatever transformers makes of values that do not go together
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"transformers cannot build a {kind} of this model config: {reason}") from error
     raise Unsupported(f"cannot plan a model of type {kind!r}: transformers has no causal language model of it")
 

@@ -90,6 +90,8 @@ def check_args(args: Any) -> None:
             "cast_lm_head_to_fp32=True makes the trainer's head another than the engine's: leave it out, colo computes "
             "log-probabilities in fp32"
         )
+    if not getattr(args, "temperature", 1.0) > 0:
+        raise ValueError(f"temperature must be above 0, not {args.temperature}: logits are divided by it")
     if getattr(args, "deepspeed", None):
         raise Unsupported(_DEEPSPEED)
     # TRL asks only where `use_vllm` is set as a trainer is made, and colo sets it later

@@ -83,6 +83,8 @@ class ColoOptions:
         for name in _SWITCHES:
             if getattr(self, name) not in (True, False):  # "false" would be true
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if not self.num_generations:  # type: ignore[attr-defined]  # TRL's, which it divides by
+            raise ValueError("num_generations must be at least 2, not 0: rewards are compared within a group")
         self.refuse_use_vllm()
         self.colo_offload = _choice("colo_offload", self.colo_offload, Offload)
         self.colo_optimizer = _choice("colo_optimizer", self.colo_optimizer, OptimizerState)

@@ -417,6 +417,43 @@ def test_an_adapter_in_the_place_of_a_model_is_named(colo, place, unloaded):
     assert code == 1 and "'adapter' is an adapter: launch the model that it was trained on" in err
 
 
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        ("tokenizer*", "the folder checkpoint has no tokenizer, and prompts are texts: save that of its model there"),
+        ("config.json", "the folder checkpoint has no config.json: pass the folder of a Hugging Face model"),
+        ("*", "the folder checkpoint has no config.json"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_named_before_it_is_loaded(colo, place, unloaded, lacking, words):
+    for path in Path("checkpoint").glob(lacking):
+        path.unlink()
+    code, err = bad(colo)
+    assert code == 1 and f"error: {words}" in err
+    assert len(said(err)) == 1
+
+
+@pytest.mark.parametrize("given", [{"model": "nosuch"}, {"more": ["--reward_model_name_or_path", "nosuch"]}], ids=str)
+def test_a_model_that_is_not_there_is_named_before_anything_is_loaded(colo, place, unloaded, given):
+    code, err = bad(colo, *given.pop("more", []), **given)
+    assert code == 1 and "error: found no folder 'nosuch' and could not read its config.json from the Hugging" in err
+    assert err.rstrip().endswith("pass a folder with a config.json, or check the name and the network")
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\n", "model.safetensors is a pointer of Git LFS, in the place of"),
+        (b"{}", "the weights of checkpoint cannot be read .*: copy or save them again, whole"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_named_before_an_engine_starts(colo, place, monkeypatch, start, words):
+    monkeypatch.setattr("colo.assembly.launch.make_torch_engine", lambda *_: pytest.fail("an engine was started"))
+    Path("checkpoint/model.safetensors").write_bytes(start)
+    code, err = bad(colo)
+    assert code == 1 and re.search(words, err)
+
+
 def test_a_checkpoint_without_a_weight_is_named_before_an_engine_starts(colo, place, monkeypatch):
     monkeypatch.setattr("colo.assembly.launch.make_torch_engine", lambda *_: pytest.fail("an engine was started"))
     tensors = load_file("checkpoint/model.safetensors")
@@ -462,6 +499,8 @@ def test_rewards_come_from_modules_too(place):
     [
         (["--num_generations", "1"], "at least 2 generations per prompt"),
         (["--num_generations", "3"], "(3)"),
+        (["--num_generations", "0"], "num_generations must be at least 2, not 0"),
+        (["--config", "bad.yaml"], '--config is not YAML (while parsing a flow sequence in "bad.yaml", line 1'),
         (["--engine", "tensorrt"], "colo_engine must be 'auto', 'vllm' or 'torch', not 'tensorrt'"),
         (["--max-step", "3"], "No such option: --max_step. Did you mean --max_steps?"),
         (["--learning_rate", "fast"], "argument --learning_rate/--learning-rate: invalid float value: 'fast'"),
@@ -474,6 +513,7 @@ def test_rewards_come_from_modules_too(place):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_usage_ends_with_2(colo, place, unloaded, given, words):
+    Path("bad.yaml").write_text("loss_type: [dapo\n")
     code, err = bad(colo, *given)
     assert code == 2 and words in " ".join(err.split())
     assert len(err.splitlines()) < 12
@@ -493,6 +533,7 @@ def test_wrong_usage_ends_with_2(colo, place, unloaded, given, words):
         (["--dataset_columns", "prompt=text"], "has no column 'text' to call 'prompt', but prompt, solution"),
         (["--use_peft", "--use_dora"], "LoraConfig(use_dora=True) is not supported: DoRA changes"),
         (["--vllm_tensor_parallel_size", "2"], "vllm_tensor_parallel_size=2: colo runs an engine on each GPU"),
+        (["--temperature", "0"], "temperature must be above 0, not 0.0: logits are divided by it"),
         (["--reward_model_name_or_path", "./none"], "there is no './none' in"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -553,6 +594,30 @@ def test_lines_end_where_json_lines_do(place, start, ending):
     lines = "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + ending for prompt in prompts)
     Path("sums.jsonl").write_bytes(start + lines.encode())
     assert list(load_rows("sums.jsonl", "train")["prompt"]) == prompts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "cause"),
+    [
+        ("a.csv", b"prompt,solution\n1,2\n3,4,5\n", "Expected 2 fields in line 3, saw 3"),
+        ("a.csv", "prompt\n\u00e9\n".encode("latin-1"), "'utf-8' codec can't decode byte 0xe9"),
+        ("a.csv", b"prompt,solution\n", "no data"),
+        ("a.json", b"[]", "no data"),
+        ("a.json", b'{"prompt": ', "JSON"),
+        ("a.parquet", b"prompt", "[Pp]arquet"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("folder", [".", "rows"])
+def test_files_that_cannot_be_read_are_named_with_the_cause(
+    colo, place, unloaded, monkeypatch, name, content, cause, folder
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
+    Path(folder).mkdir(exist_ok=True)
+    Path(folder, name).write_bytes(content)
+    data = name if folder == "." else folder
+    code, err = bad(colo, data=data)
+    assert code == 1 and re.search(rf"error: dataset {data} cannot be read \(.*{cause}.*\): give a split", err)
 
 
 def test_columns_that_some_rows_lack_are_none_there(place):

@@ -169,6 +169,7 @@ def test_the_engine_is_vllm_on_a_gpu_that_has_it_and_the_log_says_so(kind, has_v
         (lambda: "./no-such-folder", FileNotFoundError, "there is no './no-such-folder' in "),
         (lambda: Path("/no/such/folder"), FileNotFoundError, "there is no '/no/such/folder'"),
         (lambda: "~/no-such-folder", FileNotFoundError, "there is no '~/no-such-folder' in .* with ~ expanded"),
+        (lambda: "nosuch", OSError, "found no folder 'nosuch' and could not read its config.json from the Hugging"),
     ],
 )
 def test_launch_says_which_models_it_takes(make, kind, words):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlavaConfig, Qw
 
 import colo
 from colo.assembly import launch
+from colo.assembly.launch import _check_complete
 from colo.assembly.share import _adapted_modules
 from colo.config import RuntimeConfig, Weights
 from colo.errors import Unsupported
@@ -193,3 +194,10 @@ def test_looking_at_adapter_and_checkpoint_draws_no_random_numbers(started, tmp_
     with pytest.raises(RuntimeError, match="started"):
         begin(str(tmp_path), "vllm", lora=LoraConfig(r=2, target_modules="all-linear"))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_weights_that_cannot_be_read_end_a_start_of_vllm_before_its_own_does(tmp_path):
+    AutoModelForCausalLM.from_config(CONFIG).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=r"model\.safetensors is a pointer of Git LFS"):
+        _check_complete(tmp_path, torch.float32, "main")

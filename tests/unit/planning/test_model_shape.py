@@ -340,6 +340,15 @@ def test_sizes_that_do_not_go_together_are_refused():
         ModelShape.from_config({**CONFIGS["qwen3"], "rope_parameters": 3})
 
 
+def test_the_whole_of_transformers_reason_is_told(monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("Validation error for field 'x':\n    TypeError: expected int\n")
+
+    monkeypatch.setattr("transformers.AutoConfig.for_model", refuse)
+    with pytest.raises(ValueError, match="model config: Validation error for field 'x': TypeError: expected int$"):
+        ModelShape.from_config(CONFIGS["qwen3"])
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.5, "64", True, None])
 def test_a_size_must_be_a_positive_integer(value):
     with pytest.raises(ValueError, match=r"hidden_size of the model config must be an integer of at least 1, but is"):

@@ -102,6 +102,7 @@ def test_what_a_trainer_lacks_is_named_with_the_version(name):
         (sharded_by(cpu_offload=CPUOffloadPolicy()), Unsupported, "offload_params keeps weights in host memory"),
         (a_trainer(args={"use_transformers_continuous_batching": True}), ValueError, "use_transformers_continuous"),
         (a_trainer(args={"cast_lm_head_to_fp32": True}), Unsupported, "cast_lm_head_to_fp32=True makes"),
+        (a_trainer(args={"temperature": 0.0}), ValueError, "temperature must be above 0, not 0.0"),
     ],
     ids=[
         "use_vllm",
@@ -114,6 +115,7 @@ def test_what_a_trainer_lacks_is_named_with_the_version(name):
         "fsdp offload",
         "continuous batching",
         "cast head",
+        "temperature",
     ],
 )
 def test_what_colo_does_not_do_is_refused_by_name(trainer, error, words):
