@@ -301,13 +301,13 @@ def test_several_rewards_and_an_asynchronous_one(make):
 @pytest.mark.parametrize(
     ("returns", "words"),
     [
-        (lambda n: [1.0], "1 values for 16 completions at step 0: return a list of 16 numbers"),
-        (lambda n: ["1"] * n, "'1' for completion 0 of 16 at step 0: return a finite number"),
-        (lambda n: "good", "'good' at step 0: return a list"),
-        (lambda n: None, "None at step 0: return a list"),
-        (lambda n: [0.5, float("nan")] * (n // 2), "nan for completion 1 of 16 at step 0: return a finite number"),
-        (lambda n: torch.full((n,), float("inf")), "inf for completion 0 of 16 at step 0: return a finite number"),
-        (lambda n: [[1.0]] * n, "[1.0] for completion 0 of 16 at step 0: return a finite number"),
+        (lambda n: [1.0], "1 values for 16 completions at step 1: return a list of 16 numbers"),
+        (lambda n: ["1"] * n, "'1' for completion 0 of 16 at step 1: return a finite number"),
+        (lambda n: "good", "'good' at step 1: return a list"),
+        (lambda n: None, "None at step 1: return a list"),
+        (lambda n: [0.5, float("nan")] * (n // 2), "nan for completion 1 of 16 at step 1: return a finite number"),
+        (lambda n: torch.full((n,), float("inf")), "inf for completion 0 of 16 at step 1: return a finite number"),
+        (lambda n: [[1.0]] * n, "[1.0] for completion 0 of 16 at step 1: return a finite number"),
     ],
     ids=["length", "strings", "word", "none", "nan", "infinite", "nested"],
 )
