@@ -374,7 +374,10 @@ class StateWindow:
                 ]
                 own_step(type(self.base))(part_of(self.base, groups, self.base.state))
                 # kept until the step ends: each bucket finds the groups as they were before it
-                self._written = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+                self._written = [
+                    {k: v for k, v in made.items() if k != "params" and (k not in given or given[k] is not v)}
+                    for made, given in zip(groups, self.base.param_groups, strict=True)
+                ]
             changes = getattr(self.optimizer, "changes", None)
             # before the state leaves, for which the host may have no room: these weights have been stepped
             note(due, [changes] if changes is not None else [])

@@ -1038,3 +1038,17 @@ def test_gradients_that_are_dropped_as_they_are_used_make_the_same_weights(kind,
         assert_same(ours, twin)
         state.refresh()
     state.close()
+
+
+def test_a_learning_rate_that_is_set_before_the_step_of_released_gradients_is_kept(mover):
+    ours = Trained("plain", dtype=torch.float32)
+    ours.optimizer = Counting(ours.net.parameters())
+    state = StreamedState(ours.optimizer, mover, region_bytes=1, may_release=lambda: True)
+    for number in range(2):
+        ours.net(torch.ones(3, 32)).square().mean().backward()
+        assert all(p.grad is None for p in ours.parameters), "stepped within the pass"
+        ours.optimizer.param_groups[0]["lr"] = 0.25 / (number + 1)
+        ours.optimizer.step()
+        assert ours.optimizer.param_groups[0]["lr"] == 0.25 / (number + 1)
+        assert ours.optimizer.param_groups[0]["step"] == number + 1
+    state.close()
