@@ -364,8 +364,8 @@ def _stand_in(module: nn.Module, copies: dict[int, nn.Parameter], *, is_base: bo
         # PEFT's `merge` notes what it has merged in lists and dictionaries of the layer
         if isinstance(value, (dict, list, set)):
             vars(twin)[name] = copy.copy(value)
-    if hasattr(kind := type(twin), "__del__"):  # OSF's takes its hooks off the parameters, which are the module's too
-        twin.__class__ = type(kind.__name__, (kind,), {"__del__": _do_nothing})
+    kind: Any = type(twin)
+    twin.__class__ = _undeleted(kind)
     for name, child in module._modules.items():
         if child is not None:
             twin._modules[name] = _stand_in(child, copies, is_base=is_base or name == "base_layer")
@@ -375,5 +375,7 @@ def _stand_in(module: nn.Module, copies: dict[int, nn.Parameter], *, is_base: bo
     return twin
 
 
-def _do_nothing(_: Any) -> None:
-    pass
+@functools.cache
+def _undeleted(kind: Any) -> Any:
+    """A class whose end does nothing: OSF's takes its hooks off the parameters, which are the module's too."""
+    return type(kind.__name__, (kind,), {"__del__": lambda self: None}) if hasattr(kind, "__del__") else kind

@@ -63,7 +63,7 @@ def _loader(
     """
     loader: Any = model.load_weights
     rename = compat.renamer(model)
-    last = "nothing"
+    last = "the trainer's weights"
 
     def as_checkpoint(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
         nonlocal last
