@@ -237,11 +237,12 @@ def mesh(tmp_path):
 
 
 def test_a_sharded_gradient_that_the_loop_holds_leaves_the_device_and_is_counted(mesh, mover):
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     parameter = nn.Parameter(distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)]))
     segment = ParameterGradients(torch.optim.SGD([parameter], lr=0.1), mover, lambda: ())
-    parameter.grad = distribute_tensor(torch.full((8, 16), 3.0), mesh, [Shard(0)])
+    # not by `distribute_tensor`, which scatters: a thread of gloo's holds what it has received for a moment longer
+    parameter.grad = DTensor.from_local(torch.full((8, 16), 3.0), mesh, [Shard(0)])
     held = parameter.grad
     segment.refresh()
     assert counted(segment) == (R, 512, 512, 0, 0)
