@@ -470,13 +470,8 @@ def try_out(device: torch.device) -> None:
     if told != [[1] * len(pairs), sums, [0] * len(pairs)] or not all(copied):
         raise RuntimeError(f"Triton's kernels are wrong: {told}, {sums}, {copied}")
     split = compiled.split_masters(torch.tensor([0x3F808001, -0x00400001], dtype=torch.int32, device=device))
-    joined = compiled.join_masters(*split)
-    if [*(half.tolist() for half in split), joined.tolist()] != [
-        [0x3F81, -64],
-        [-0x7FFF, 0],
-        [0x3F808001, -0x00400000],
-    ]:
-        raise RuntimeError(f"Triton's kernels are wrong: {split}, {joined}")
+    if [half.tolist() for half in split] != [[0x3F81, -64], [-0x7FFF, 0]]:
+        raise RuntimeError(f"Triton's kernels are wrong: {split}")
     numbers = torch.tensor([1, 3, 5, 7], dtype=torch.int32, device=device)
     masters = torch.tensor([0x3F808001, -0x00400001, 0x40000000, 0x7FFF, 0x8000], dtype=torch.int32, device=device)
     weights, kept = (torch.zeros(5, dtype=torch.int16, device=device) for _ in "12")

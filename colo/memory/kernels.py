@@ -135,15 +135,6 @@ def _walk(tiles, found, count, COPY: tl.constexpr, DIGEST: tl.constexpr, COMPARE
 
 
 @triton.jit
-def _join(weights, remainders, masters, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    upper = tl.load(weights + at, mask=inside, other=0).to(tl.int32)
-    # remainders have a sign: a weight that was rounded up is more than its master
-    tl.store(masters + at, (upper << 16) + tl.load(remainders + at, mask=inside, other=0).to(tl.int32), mask=inside)
-
-
-@triton.jit
 def _split(masters, weights, remainders, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -207,24 +198,13 @@ def close_masters(masters, weights, remainders, digests, numbers, changed) -> No
             _close[grid](masters, weights, remainders, digests, numbers, changed, count, BLOCK=size)
 
 
-def join_masters(weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
-    """Bits of fp32 masters (int32); `weights` and `remainders` are int16: see `colo.trainer.remainders.join`."""
-    masters = torch.empty_like(weights, dtype=torch.int32)
-    _launch_over(masters, _join, weights, remainders, masters)
-    return masters
-
-
 def split_masters(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of bf16 weights, and remainders (both int16), of the bits of masters (int32); see `split` there."""
     weights, remainders = (torch.empty_like(masters, dtype=torch.int16) for _ in range(2))
-    _launch_over(masters, _split, masters, weights, remainders)
+    if count := masters.numel():
+        with torch.cuda.device_of(masters):
+            _split[(triton.cdiv(count, _BLOCK),)](masters, weights, remainders, count, BLOCK=_BLOCK)
     return weights, remainders
-
-
-def _launch_over(elements, kernel, *arguments) -> None:
-    if count := elements.numel():
-        with torch.cuda.device_of(elements):
-            kernel[(triton.cdiv(count, _BLOCK),)](*arguments, count, BLOCK=_BLOCK)
 
 
 def walk(table: torch.Tensor, found: torch.Tensor, doing: str) -> None:

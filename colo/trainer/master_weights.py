@@ -26,7 +26,8 @@ from colo.trainer.remainders import (
     MASTER_WEIGHT,
     OF_MASTERS,
     block_digests,
-    join,
+    close_masters,
+    open_masters,
     split,
     written_blocks,
 )
@@ -407,7 +408,7 @@ class WholeMaster:
         """Make the parameter its master, rounded; the number of elements that changed and of all on this rank."""
         rounded = self._rounded()
         shard = local_shard(self.parameter)
-        changed = (local_shard(rounded) != shard).sum(dtype=torch.float64)
+        changed = (local_shard(rounded) != shard).sum()
         self.parameter.copy_(rounded)
         self._unrounded = None
         return changed, shard.numel()
@@ -479,18 +480,23 @@ class SplitMaster:
         """See `WholeMaster.round`."""
         # never opened: nothing was stepped, as of a parameter that another attempt has rounded
         if not self._is_open:
-            return torch.zeros((), dtype=torch.float64, device=self.parameter.device), 0
-        weight, remainder = split(self.tensor)
-        changed = (weight != self.parameter).sum(dtype=torch.float64)
-        found = {MASTER_REMAINDER: remainder, MASTER_DIGESTS: block_digests(weight)}
-        self.parameter.copy_(weight)
-        for key, value in found.items():
-            if key in self._state:  # in memory of the runtime's
-                self._state[key].copy_(value)
-            else:
-                self._state[key] = value
+            return torch.zeros((), dtype=torch.int64, device=self.parameter.device), 0
+        parameter, master = self.parameter.detach(), self.tensor.detach().reshape(-1)
+        weight = parameter.reshape(-1)  # a copy, where the parameter is not contiguous
+        state = self._state or {
+            MASTER_REMAINDER: torch.empty(parameter.shape, dtype=torch.int16, device=parameter.device),
+            MASTER_DIGESTS: weight.new_empty(-(-weight.numel() // DIGEST_ELEMENTS), dtype=torch.int64),
+        }
+        changed = torch.zeros((), dtype=torch.int64, device=parameter.device)
+        close_masters(master, weight, state[MASTER_REMAINDER].view(-1), state[MASTER_DIGESTS], changed)
+        # only now: what a step that fails before has not written would be read as state
+        self._state.update(state)
+        if weight.data_ptr() != parameter.data_ptr():
+            parameter.copy_(weight.view(parameter.shape))
+        # a kernel has written: autograd has to know, which refuses backward passes of before
+        torch.autograd.graph.increment_version(self.parameter)
         self.abandon()
-        return changed, self.parameter.numel()
+        return changed, parameter.numel()
 
     def abandon(self) -> None:
         """See `WholeMaster.abandon`: weight and remainder are as before the step."""
@@ -536,15 +542,15 @@ def can_be_split(parameter: torch.Tensor) -> bool:
 
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """A tensor of a parameter's shape in fp32, with the memory of one element."""
-    return torch.zeros(1, device=parameter.device).expand(parameter.shape)
+    return torch.zeros((), device=parameter.device).expand(parameter.shape)
 
 
 def _joined(parameter: torch.Tensor, remainder: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
     """Join a weight with its master's remainder, which may be in host memory."""
     device, weight = parameter.device, parameter.detach().reshape(-1)
-    # digests of the present weight against those of the kept remainder: blocks that were written to lose it
-    kept = remainder.to(device).reshape(-1).masked_fill(written_blocks(weight, digests.to(device)), 0)
-    return join(weight, kept).view(parameter.shape)
+    master = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+    open_masters(weight, remainder.to(device).reshape(-1), digests.to(device), master.view(-1))
+    return master
 
 
 def _check_inner(made: Any) -> None:

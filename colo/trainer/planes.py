@@ -463,7 +463,7 @@ class Planes:
 
     def _empty(self, flat: torch.Tensor, old: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
         """Write the masters back, into the slot and over the 16-bit weights; the number of those that have changed."""
-        changed = torch.zeros(1, dtype=torch.int64, device=flat.device)
+        changed = torch.zeros((), dtype=torch.int64, device=flat.device)
         if self._is_split:
             close_masters(flat, old, state[MASTER_REMAINDER], state[MASTER_DIGESTS], changed)
         else:
@@ -471,7 +471,7 @@ class Planes:
             rounded = _rounded(flat, old.dtype)
             changed += (rounded != old).sum()
             old.copy_(rounded)
-        return changed[0].to(torch.float64)
+        return changed
 
     def end_step(self) -> None:
         """Give every parameter that was stepped its state: the planes' tensors, and the scalars that the class made."""

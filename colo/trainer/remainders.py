@@ -52,10 +52,6 @@ def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The masters (fp32) that `split` has made `weight` (bf16) and `remainder` (int16) of."""
     # as signed integers: the shift keeps the sign on top, and a negative remainder borrows from the upper half
     upper = weight.detach().contiguous().view(torch.int16)
-    compiled = kernels(weight.device)
-    if compiled is not None:
-        joined: torch.Tensor = compiled.join_masters(upper, remainder.contiguous())
-        return joined.view(torch.float32)
     return (upper.to(torch.int32) << 16).add_(remainder).view(torch.float32)
 
 

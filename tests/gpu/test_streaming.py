@@ -8,7 +8,7 @@ import torch
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.remainders import join, split
+from colo.trainer.remainders import DIGEST_ELEMENTS, close_masters, open_masters, split
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
 from colo.units import GIB, MIB
@@ -78,11 +78,17 @@ def test_a_step_waits_for_little_more_than_the_bus():
     mover.close()
 
 
-def test_masters_split_and_join_on_cuda_as_on_the_cpu():
-    bits = torch.randint(-(2**31), 2**31, (1 << 20,), dtype=torch.int64).to(torch.int32)
-    masters = bits.view(torch.float32)
-    weight, remainder = split(masters)
-    on_cuda = split(masters.to(CUDA))
-    assert torch.equal(on_cuda[0].cpu().view(torch.int16), weight.view(torch.int16))
-    assert torch.equal(on_cuda[1].cpu(), remainder)
-    assert torch.equal(join(*on_cuda).cpu().view(torch.int32), join(weight, remainder).view(torch.int32))
+def test_masters_close_and_open_on_cuda_as_on_the_cpu():
+    bits = torch.randint(-(2**31), 2**31, ((1 << 20) + 5,), dtype=torch.int64).to(torch.int32)
+    masters, sides = bits.view(torch.float32), []
+    for device in (torch.device("cpu"), CUDA):
+        weight, remainder = torch.ones_like(masters, dtype=torch.bfloat16, device=device), bits.to(device, torch.int16)
+        digests = torch.zeros(-(-len(bits) // DIGEST_ELEMENTS), dtype=torch.int64, device=device)
+        changed, opened = torch.zeros((), dtype=torch.int64, device=device), torch.empty_like(masters, device=device)
+        close_masters(masters.to(device), weight, remainder, digests, changed)
+        weight[5] = 3.0  # of a block that somebody writes to, all are their own masters
+        open_masters(weight, remainder, digests, opened)
+        halves = split(masters.to(device))
+        found = (weight, remainder, digests, changed.view(1), opened, *halves)
+        sides.append([tensor.cpu().view(torch.uint8) for tensor in found])
+    assert all(map(torch.equal, *sides))

@@ -4,10 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from colo.memory import copy_plan, kernels
 from colo.memory.copy_plan import CASTS, CopyPlan
 from colo.trainer import remainders
+from colo.trainer.master_weights import MasterWeights
 
 CPU = torch.device("cpu")
 
@@ -46,7 +48,6 @@ def test_a_kernel_that_walks_wrongly_is_not_used(monkeypatch, doing, broken):
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("join_masters", lambda weights, remainders: weights.to(torch.int32)),
         ("split_masters", lambda masters: (masters.to(torch.int16), masters.to(torch.int16))),
         ("open_masters", lambda weights, remainders, digests, numbers, masters: masters.zero_()),
         ("close_masters", lambda masters, weights, remainders, digests, numbers, changed: changed.add_(1)),
@@ -118,13 +119,41 @@ def test_a_cast_rounds_as_torch_does_around_the_middle_of_two_bf16(by_kernels):
 
 @settings(max_examples=10)
 @given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), repeats=st.sampled_from([1, 700]))
-def test_the_kernels_split_and_join_masters_as_torch_does(bits, repeats):
+def test_the_kernel_splits_masters_as_torch_does(bits, repeats):
     masters = torch.tensor(bits * repeats, dtype=torch.int32).view(torch.float32)
     weight, remainder = remainders.split(masters)
     by_kernel = kernels.split_masters(masters.view(torch.int32))
     assert torch.equal(by_kernel[0], weight.view(torch.int16)) and torch.equal(by_kernel[1], remainder)
-    joined = kernels.join_masters(*by_kernel)
-    assert torch.equal(joined, remainders.join(weight, remainder).view(torch.int32))
+
+
+def trained():
+    """Weights and the whole state of an optimizer with masters, after steps between which somebody has written."""
+    torch.manual_seed(0)
+    shapes = (3, 700), (1024,), (2, 2049), (), (0,)
+    parameters = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes]
+    parameters += [nn.Parameter(torch.randn(6, 300).bfloat16().t())]  # not contiguous
+    optimizer = MasterWeights(lambda params: torch.optim.AdamW(params, lr=1e-4))(parameters)
+    found = []
+    for step in range(4):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape).bfloat16()
+        if step == 2:
+            parameters[0].data[0, 5], parameters[-1].data[3, 2] = 3.0, 7.0
+        before = [parameter._version for parameter in parameters]
+        optimizer.step()
+        assert all(parameter._version > count for parameter, count in zip(parameters, before, strict=True))
+        found.append(optimizer.changed_fraction)
+    state = [optimizer.state[parameter][key] for parameter in parameters for key in sorted(optimizer.state[parameter])]
+    return found, [p.detach() for p in parameters] + [optimizer.master_of(p) for p in parameters] + state
+
+
+def test_an_optimizer_steps_its_masters_by_kernels_as_by_torch(monkeypatch):
+    fractions, of_torch = trained()
+    monkeypatch.setattr(remainders, "kernels", lambda _: kernels)
+    by_kernel = trained()
+    assert by_kernel[0] == fractions
+    for one, other in zip(by_kernel[1], of_torch, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
 
 
 @settings(max_examples=10)

@@ -38,7 +38,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from colo.memory import kernels
 
-halves = {"weights": "*i16", "remainders": "*i16"}
+halves, digested = {"weights": "*i16", "remainders": "*i16"}, {"digests": "*i64", "numbers": "*i32"}
 walked = {"tiles": "*i64", "found": "*i64", "count": "i32"}
 found = []
 for function, signature, constants in (
@@ -46,7 +46,8 @@ for function, signature, constants in (
         (kernels._walk, walked, {"COPY": c, "DIGEST": d, "COMPARE": o, "BLOCK": kernels._WORDS_AT_ONCE})
         for c, d, o in ((True, False, False), (False, True, False), (True, True, False), (False, False, True))
     ),
-    (kernels._join, halves | {"masters": "*i32", "count": "i64"}, {"BLOCK": kernels._BLOCK}),
+    (kernels._open, halves | digested | {"masters": "*i32", "count": "i64"}, {"BLOCK": 1024}),
+    (kernels._close, {"masters": "*i32"} | halves | digested | {"changed": "*i64", "count": "i64"}, {"BLOCK": 1024}),
     (kernels._split, {"masters": "*i32"} | halves | {"count": "i64"}, {"BLOCK": kernels._BLOCK}),
 ):
     source = ASTSource(function, signature | dict.fromkeys(constants, "constexpr"), constants)

@@ -20,7 +20,7 @@ from colo.trainer.state import TrainerState
 
 def parameters(dtype=torch.bfloat16, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(17, 5), (64,), (3, 3, 3)]
+    shapes = [(17, 5), (64,), (3, 3, 3), ()]
     return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
 
 
