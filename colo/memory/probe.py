@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def available_host_bytes() -> int:
 
 
 class PeakMeter:
-    """Measures how far torch's allocations on a CUDA device rise between `start` and `stop`.
+    """Measures how far torch's allocations on a CUDA device rise between `start` and `stop`, but for `counted` ones.
 
     It never resets torch's peak statistics: `torch.cuda.max_memory_allocated` and a user's own profiling read the same
     numbers as without colo. A phase that sets a new peak is therefore measured exactly. One that stays below an older
@@ -78,22 +79,26 @@ class PeakMeter:
     `backward()`, where a training step holds the most.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, counted: Callable[[], int] = lambda: 0) -> None:
+        """`counted` tells how many of the bytes that torch has allocated count elsewhere, as those of regions do."""
+        self._device, self._counted = device, counted
         self._before: tuple[int, int] | None = None  # bytes allocated at the start, and the peak until then
         self._sampled_bytes: int | None = None
 
     def start(self) -> None:
         """Begin to measure."""
         if self._device.type == "cuda":
-            self._before = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+            self._before = self._allocated_bytes(), torch.cuda.max_memory_allocated(self._device)
             self._sampled_bytes = None
 
     def sample(self) -> None:
         """Look at what is allocated now. Does nothing before `start` and on the CPU."""
         if self._before is not None:
-            now_bytes = torch.cuda.memory_allocated(self._device)
+            now_bytes = self._allocated_bytes()
             self._sampled_bytes = now_bytes if self._sampled_bytes is None else max(now_bytes, self._sampled_bytes)
+
+    def _allocated_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self._device)) - self._counted()
 
     def stop(self) -> int | None:
         """The rise in bytes; `None` on the CPU, without a start, or for a phase below an older peak without samples."""
@@ -101,10 +106,11 @@ class PeakMeter:
         if before is None:
             return None
         base_bytes, older_peak_bytes = before
-        peak_bytes: int | None = torch.cuda.max_memory_allocated(self._device)
-        if peak_bytes == older_peak_bytes:  # a smaller one was reset by the user since: it is of this phase
-            peak_bytes = None
-        seen = [size for size in (peak_bytes, self._sampled_bytes) if size is not None]
+        seen = [] if self._sampled_bytes is None else [self._sampled_bytes]
+        peak_bytes = int(torch.cuda.max_memory_allocated(self._device))
+        if peak_bytes != older_peak_bytes:  # a smaller one was reset by the user since: it is of this phase
+            # counted memory that has come meanwhile was there at the peak: samples tell of a peak before it
+            seen.append(peak_bytes - self._counted())
         return max(seen) - base_bytes if seen else None
 
 

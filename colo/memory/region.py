@@ -15,6 +15,7 @@ import math
 import os
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -246,6 +247,9 @@ class _Pages:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
+        self.taken_bytes: Counter[torch.device] = Counter()
+        """Bytes of ranges that are taken, mapped or not: torch counts them as allocated."""
+
         self._retired: dict[tuple[torch.device, int], list[tuple[str, int]]] = {}
 
     def take(self, size_bytes: int, device: torch.device) -> tuple[str, torch.Tensor]:
@@ -256,12 +260,15 @@ class _Pages:
             memory_saver().resume(tag)
             data = self._allocate(tag, size_bytes, device)
             if data.data_ptr() == address:
+                self.taken_bytes[device] += size_bytes
                 return tag, data
             # Somebody still holds a tensor over the old range: it cannot be reused, and goes back to sleep.
             del data
             memory_saver().pause(tag)
         tag = f"colo.{next(self._numbers)}"
-        return tag, self._allocate(tag, size_bytes, device)
+        data = self._allocate(tag, size_bytes, device)
+        self.taken_bytes[device] += size_bytes
+        return tag, data
 
     def reclaim(self, tag: str, address: int, size_bytes: int, device: torch.device) -> None:
         """Take back a range whose last tensor has died after its region was closed."""
@@ -270,6 +277,7 @@ class _Pages:
         self.give_back(tag, address, size_bytes, device)
 
     def give_back(self, tag: str, address: int, size_bytes: int, device: torch.device) -> None:
+        self.taken_bytes[device] -= size_bytes
         self._retired.setdefault((device, size_bytes), []).append((tag, address))
 
     def _allocate(self, tag: str, size_bytes: int, device: torch.device) -> torch.Tensor:
@@ -278,6 +286,11 @@ class _Pages:
 
 
 _pages = _Pages()
+
+
+def pausable_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that torch counts as allocated and that are regions', the released ones' too; 0 on a CPU."""
+    return _pages.taken_bytes[device]
 
 
 def check_allocator() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import finalize
 
@@ -16,6 +17,7 @@ from colo.errors import PhaseError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept
 from colo.memory.probe import PeakMeter
+from colo.memory.region import pausable_bytes
 from colo.phases.phase import (
     NEEDS,
     TRAINER_GRADIENTS,
@@ -95,7 +97,7 @@ class TrainerSession:
         self.has_stepped = False  # true after a step since `begin_training`
         self._gradients_before = self._passes_before = 0
         self._events = events
-        self._meter = PeakMeter(mover.device)
+        self._meter = PeakMeter(mover.device, partial(pausable_bytes, mover.device))
         told: dict[str, Any] = {
             "before_step": events.before_step,
             "after_step": events.after_step,

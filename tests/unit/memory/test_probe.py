@@ -146,6 +146,24 @@ def test_a_peak_that_the_user_resets_meanwhile_counts_from_there(cuda, meter):
     assert meter.stop() == 300
 
 
+@pytest.mark.parametrize(("afterwards", "rise"), [(300, 300), (700, 700)])
+def test_what_counts_elsewhere_and_comes_meanwhile_is_no_part_of_the_rise(cuda, afterwards, rise):
+    regions = [50]
+    meter = PeakMeter(torch.device("cuda"), lambda: regions[0])
+    cuda.hold(500, 150)
+    meter.start()
+    cuda.hold(450)  # activations, as a gradient arrives
+    meter.sample()
+    cuda.hold(150)
+    regions[0] += 4000  # state comes back, for the step
+    cuda.hold(4150, 4150 + afterwards, 4150)
+    assert meter.stop() == rise
+    meter.start()
+    cuda.hold(4150 + 200)
+    meter.sample()
+    assert meter.stop() == 200
+
+
 def test_without_a_start_there_is_no_peak(meter):
     assert meter.stop() is None
 

@@ -176,6 +176,7 @@ def test_ranges_of_closed_regions_are_taken_again_where_nobody_holds_them(saver,
     pages.held.add(first)
     fresh, _ = pages.take(512, device)
     assert fresh not in (first, second, other)
+    assert pages.taken_bytes[device] == 512 + 512 + 1024
     assert saver.calls == [("resume", first), ("pause", first)], "it goes back to sleep"
 
 
@@ -184,7 +185,11 @@ def test_a_closed_region_gives_its_range_back(saver, device, monkeypatch):
     monkeypatch.setattr(regions, "_pages", pages)
     region = regions.PausableRegion("r", 512, device)
     tag, address = region._tag, region.bytes.data_ptr()
+    region.release()
+    assert regions.pausable_bytes(device) == 512, "torch counts it as allocated while it is away"
+    region.restore()
     region.close()
+    assert regions.pausable_bytes(device) == 0
     assert ("pause", tag) in saver.calls
     assert pages._retired == {(device, 512): [(tag, address)]}
 
@@ -240,6 +245,7 @@ def test_pages_that_tensors_refer_to_are_taken_back_when_the_last_of_them_has_di
     region.close()
     assert (region.device_bytes, region.bytes.numel()) == (0, 0)
     assert ("pause", tag) not in saver.calls and pages._retired == {}
+    assert regions.pausable_bytes(device) == 512
     del view
     gc.collect()
     assert saver.calls[-2:] == ["synchronize", ("pause", tag)]
