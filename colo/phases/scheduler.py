@@ -216,7 +216,8 @@ class Scheduler:
                     done.append(step)
                     if step.device_delta_bytes > 0:
                         arriving.append(move)
-                if step is not transition.steps[-1]:  # `enter` samples in the end
+                # `enter` samples in the end, when what was leaving beside an arrival may have left
+                if step is not transition.steps[-1] or step.device_delta_bytes > 0:
                     self.sample()
             for move in arriving:  # all are queued before the first is waited for
                 move.wait()

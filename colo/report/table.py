@@ -346,7 +346,10 @@ def _memory_sheet(trace: Trace) -> Sheet:
     peaks = peak_samples(trace)
     held: dict[str, list[int | None]] = {n: [s.segments.get(n) for s in peaks.values()] for n in segment_peaks(trace)}
     held["all segments"] = [s.total_bytes for s in peaks.values()]
-    held["device (driver's view)"] = [s.device_used_bytes for s in peaks.values()]
+    # at most, which may be at another moment: activations are in no segment
+    held["device (driver's view)"] = [
+        max(s.device_used_bytes or 0 for s in trace.samples if s.phase is p) for p in peaks
+    ]
     held["host arena"] = [s.host_bytes for s in peaks.values()]
     rows = [(name, *(format_bytes(v) if v else "-" for v in values)) for name, values in held.items() if any(values)]
     return Sheet(memory_headline(trace) or "Memory", ("segment", *map(str, peaks)), rows)

@@ -433,7 +433,8 @@ class Turns:
 
     def _leave_train(self) -> None:
         with self._trace.span("switch from train", category="switch", phase=Phase.TRAIN):
-            # the peak of the phase is known now, before anything moves
+            # the peak of the phase is known now, before anything moves: torch still has what it has cached
+            self._scheduler.sample()
             self._learn_working_bytes()
             self._scheduler.enter(Phase.IDLE)
             self._steps_taken += self._session.has_stepped

@@ -249,7 +249,7 @@ def samples(scheduler):
 def test_every_change_of_memory_is_sampled():
     _, scheduler = build()
     scheduler.enter(Phase.ROLLOUT)
-    assert samples(scheduler) == [(0, 60), (0, 0), (50, 0)], "leaving, left, allocated and entered"
+    assert samples(scheduler) == [(0, 60), (0, 0), (50, 0), (50, 0)], "leaving, left, allocated, entered"
     scheduler.enter(Phase.IDLE)
     scheduler.enter(Phase.TRAIN)
     before = len(scheduler.trace.samples)

@@ -269,7 +269,8 @@ def test_sheets_say_the_figures():
 
 def test_driver_view_is_a_row_where_there_is_one():
     trace = run(1)
-    trace.samples.append(sample(9.0, Phase.TRAIN, {"engine.weights": 70 * GIB}, used=75 * GIB))
+    trace.samples.append(sample(9.0, Phase.TRAIN, {"engine.weights": 70 * GIB}, used=71 * GIB))
+    trace.samples.append(sample(9.5, Phase.TRAIN, {"engine.weights": 60 * GIB}, used=75 * GIB))
     rows = {row[0]: row for row in sheets(trace)[2].rows}
     assert rows["device (driver's view)"] == ("device (driver's view)", "-", "75.00 GiB")
 
