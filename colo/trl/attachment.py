@@ -105,7 +105,8 @@ def attach(
     rt, forget, folders = None, keep_initial_adapter(trainer), ExitStack()
     try:
         if engine == "vllm":
-            add_vllm_options(trainer, options, folders)
+            add_vllm_options(options, trainer.args, trainer.accelerator.num_processes, trainer.model.config)
+            add_tokenizer(trainer, options, folders)
         # the optimizer is made now: `share` hooks it, and TRL would make it within `train()`
         prepare(trainer)
         rt = share(
@@ -232,10 +233,9 @@ def choose_process(options: dict[str, Any], num_ranks: int, model: Any = None) -
         raise Unsupported(f"vLLM within each of {num_ranks} ranks takes them for its own: leave own_process=False out")
 
 
-def add_vllm_options(trainer: Any, options: dict[str, Any], folders: ExitStack) -> None:
-    """Add options of vLLM that follow from the trainer's: with options that take a tokenizer, the trainer's own."""
-    args = trainer.args
-    choose_process(options, trainer.accelerator.num_processes, trainer.model.config)
+def add_vllm_options(options: dict[str, Any], args: Any, num_ranks: int, model: Any) -> None:
+    """Add options of vLLM that follow from TRL's `args`: for a `model` that exists its config, else its name."""
+    choose_process(options, num_ranks, model)
     if args.vllm_max_model_length is not None:
         options.setdefault("max_model_len", args.vllm_max_model_length)
     # TRL's own two: by default vLLM captures graphs and keeps buffers for 1,024 sequences and 16,384 tokens
@@ -245,7 +245,11 @@ def add_vllm_options(trainer: Any, options: dict[str, Any], folders: ExitStack) 
     options.setdefault("max_num_seqs", at_once)
     if options.get("enable_chunked_prefill", True):  # a prompt has to fit otherwise
         options.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS, options["max_num_seqs"]))
-    # vLLM's options that read text need a tokenizer, and the trainer's may have tokens that the checkpoint's has not
+
+
+def add_tokenizer(trainer: Any, options: dict[str, Any], folders: ExitStack) -> None:
+    """Give vLLM the trainer's tokenizer where an option reads text: it may have tokens that the checkpoint's lacks."""
+    args = trainer.args
     given = {"structured_outputs": args.vllm_structured_outputs_regex} | (args.generation_kwargs or {})
     if needing_tokenizer(given) and "tokenizer" not in options:
         options["tokenizer"] = folders.enter_context(tempfile.TemporaryDirectory(prefix="colo-tokenizer-"))

@@ -17,7 +17,7 @@ from colo.assembly.arguments import chosen_device, default_engine
 from colo.assembly.launch import refuse_adapted_head, revision_of, start
 from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.errors import Unsupported
-from colo.trl.attachment import ATTACHED, attach, choose_process
+from colo.trl.attachment import ATTACHED, add_vllm_options, attach
 from colo.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
 from colo.trl.generation import initialized_once
 from colo.trl.partial import PartialRollouts
@@ -364,7 +364,5 @@ def _engine_options(model: str, args: Any, model_init_kwargs: Any, quantization_
         options.setdefault("revision", model_init_kwargs["revision"])
     if args.colo_engine != "vllm":
         return options or None
-    choose_process(options, args.world_size, model)
-    if args.vllm_max_model_length is not None:
-        options.setdefault("max_model_len", args.vllm_max_model_length)
+    add_vllm_options(options, args, args.world_size, model)
     return options

@@ -16,6 +16,7 @@ from colo.engines.vllm.wire import WORKER_EXTENSION
 from colo.phases.phase import Phase
 from colo.testing import tiny_checkpoint
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
+from colo.trl.generation import completions_at_once
 from colo.units import MIB
 from tests import warm
 from tests.trainers import ALPHABET, digits, frozen, logged, trained, trainer_of
@@ -52,6 +53,8 @@ def test_lora_by_the_flag_in_this_process(checkpoint, tmp_path):
         max_steps=3,
     )
     try:
+        sizes = trainer.colo.engine.llm.llm_engine.vllm_config.scheduler_config
+        assert (sizes.max_num_seqs, sizes.max_num_batched_tokens) == (completions_at_once(trainer.args), 4096)
         before, base = trained(trainer.model), frozen(trainer.model)
         trainer.train()
         assert len(logged(trainer)) == 3

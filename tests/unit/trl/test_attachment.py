@@ -17,7 +17,7 @@ from colo.engine import Engine
 from colo.errors import Unsupported
 from colo.trainer.master_weights import MasterWeights, MasterWeightsOptimizer
 from colo.trl import attachment
-from colo.trl.attachment import add_vllm_options, choose_process
+from colo.trl.attachment import add_tokenizer, add_vllm_options, choose_process
 from colo.units import format_bytes
 from tests.trainers import SMALL_CACHE, logged, trained, use_fsdp2
 
@@ -207,14 +207,14 @@ def test_vllm_gets_the_trainers_tokenizer_where_an_option_takes_one(make, change
     trainer.processing_class.add_tokens(["<new>"])
     given = changes.get("generation_kwargs", {})
     with ExitStack() as folders:
-        add_vllm_options(trainer, options := dict(options), folders)
+        add_tokenizer(trainer, options := dict(options), folders)
         takes_one = bool(changes) and "min_tokens" not in given
         assert ("tokenizer" in options) is takes_one is (options.get("skip_tokenizer_init") is False)
         if takes_one:
             folder = options["tokenizer"]
             assert "<new>" in AutoTokenizer.from_pretrained(folder).get_vocab()
     assert not takes_one or not Path(folder).exists()
-    add_vllm_options(trainer, own := {"tokenizer": "mine"}, ExitStack())
+    add_tokenizer(trainer, own := {"tokenizer": "mine"}, ExitStack())
     assert own["tokenizer"] == "mine"
 
 
@@ -231,8 +231,7 @@ def test_vllm_gets_the_trainers_tokenizer_where_an_option_takes_one(make, change
 )
 def test_vllm_gets_room_for_the_completions_of_a_rollout(make, changes, options, expected):
     trainer = make(**{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2} | changes)
-    with ExitStack() as folders:
-        add_vllm_options(trainer, options := dict(options), folders)
+    add_vllm_options(options := dict(options), trainer.args, 1, trainer.model.config)
     assert (options["max_num_seqs"], options.get("max_num_batched_tokens")) == expected
 
 
