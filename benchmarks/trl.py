@@ -16,6 +16,7 @@ has in a run, the engine room in its KV cache for a sequence of the full length,
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 import tempfile
@@ -141,6 +142,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
     stock, dtype, context = side.pop("stock"), side.pop("dtype"), options["context"]
     passes, clock = 1 if options["released"] else options["accumulation"], _Clock()
     if stock:
+        os.environ["MASTER_PORT"] = "0"  # asks TRL for a free one: beside another run the usual one is taken
         side |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options["utilization"]}
     else:
         side |= {
