@@ -106,7 +106,7 @@ def attach(
     try:
         if engine == "vllm":
             add_vllm_options(options, trainer.args, trainer.accelerator.num_processes, trainer.model.config)
-            add_tokenizer(trainer, options, folders)
+            add_tokenizer(options, trainer.args, trainer.processing_class, folders)
         # the optimizer is made now: `share` hooks it, and TRL would make it within `train()`
         prepare(trainer)
         rt = share(
@@ -247,13 +247,12 @@ def add_vllm_options(options: dict[str, Any], args: Any, num_ranks: int, model: 
         options.setdefault("max_num_batched_tokens", max(BATCHED_TOKENS, options["max_num_seqs"]))
 
 
-def add_tokenizer(trainer: Any, options: dict[str, Any], folders: ExitStack) -> None:
+def add_tokenizer(options: dict[str, Any], args: Any, tokenizer: Any, folders: ExitStack) -> None:
     """Give vLLM the trainer's tokenizer where an option reads text: it may have tokens that the checkpoint's lacks."""
-    args = trainer.args
     given = {"structured_outputs": args.vllm_structured_outputs_regex} | (args.generation_kwargs or {})
     if needing_tokenizer(given) and "tokenizer" not in options:
         options["tokenizer"] = folders.enter_context(tempfile.TemporaryDirectory(prefix="colo-tokenizer-"))
-        trainer.processing_class.save_pretrained(options["tokenizer"])  # with what was added to it
+        tokenizer.save_pretrained(options["tokenizer"])  # with what was added to it
         options.setdefault("skip_tokenizer_init", False)
 
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,7 +18,7 @@ from colo.assembly.arguments import chosen_device, default_engine
 from colo.assembly.launch import refuse_adapted_head, revision_of, start
 from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.errors import Unsupported
-from colo.trl.attachment import ATTACHED, add_vllm_options, attach
+from colo.trl.attachment import ATTACHED, add_tokenizer, add_vllm_options, attach
 from colo.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
 from colo.trl.generation import initialized_once
 from colo.trl.partial import PartialRollouts
@@ -232,18 +233,23 @@ class _WithEngine:
             return
         # they are for `start`: beside a model that exists TRL would complain of them
         given, args.model_init_kwargs = args.model_init_kwargs, None
+        folders = ExitStack()
         try:
-            engine, made = _started(model, args, given, options)
+            engine, made = _started(model, args, given, options, folders)
             try:
                 if (attention := (given or {}).get("attn_implementation")) is not None:
                     made.set_attn_implementation(attention)
                 with initialized_once(made, args.beta):
                     super().__init__(made, reward_funcs, args, **options)  # type: ignore[call-arg]
                 self._attach(args, engine, None)
+                self.colo.at_close(folders.close)  # until then vLLM may start again, and read them
             except BaseException:
                 # the trainer does not own the engine yet
                 engine.close()
                 raise
+        except BaseException:
+            folders.close()
+            raise
         finally:
             # as it was given: the config is saved with checkpoints
             args.model_init_kwargs = given
@@ -310,7 +316,9 @@ def _unused(args: Any) -> str:
     return f", and {', '.join(given)} without effect" if given else ""
 
 
-def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+def _started(
+    model: str, args: Any, model_init_kwargs: Any, options: dict[str, Any], folders: ExitStack
+) -> tuple[Any, Any]:
     """The engine and the model; what they are made with is taken out of the trainer's `options`.
 
     With a revision the tokenizer is added to them, and `args.model_init_kwargs` has the revision alone: for a model
@@ -333,6 +341,9 @@ def _started(model: str, args: Any, model_init_kwargs: Any, options: dict[str, A
                 padding_side="left",
                 trust_remote_code=getattr(args, "trust_remote_code", False),
             )
+    if args.colo_engine == "vllm" and options.get("processing_class") is not None:  # else they have the same one
+        assert engine_options is not None, "vLLM always has some"
+        add_tokenizer(engine_options, args, options["processing_class"], folders)
     set_seed(args.seed)  # as TRL does before it makes a model, whose adapter is random
     return start(
         model,

@@ -207,14 +207,14 @@ def test_vllm_gets_the_trainers_tokenizer_where_an_option_takes_one(make, change
     trainer.processing_class.add_tokens(["<new>"])
     given = changes.get("generation_kwargs", {})
     with ExitStack() as folders:
-        add_tokenizer(trainer, options := dict(options), folders)
+        add_tokenizer(options := dict(options), trainer.args, trainer.processing_class, folders)
         takes_one = bool(changes) and "min_tokens" not in given
         assert ("tokenizer" in options) is takes_one is (options.get("skip_tokenizer_init") is False)
         if takes_one:
             folder = options["tokenizer"]
             assert "<new>" in AutoTokenizer.from_pretrained(folder).get_vocab()
     assert not takes_one or not Path(folder).exists()
-    add_tokenizer(trainer, own := {"tokenizer": "mine"}, ExitStack())
+    add_tokenizer(own := {"tokenizer": "mine"}, trainer.args, trainer.processing_class, ExitStack())
     assert own["tokenizer"] == "mine"
 
 

@@ -221,6 +221,27 @@ def test_a_tokenizer_that_is_given_is_kept_beside_a_revision(make, checkpoint, t
     assert trainer.processing_class is tokenizer
 
 
+@pytest.mark.parametrize("stop", [None, ["="]], ids=["no text", "stop"])
+def test_vllm_gets_the_tokenizer_that_is_given_for_a_named_model(make, checkpoint, monkeypatch, stop):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    (tokenizer := AutoTokenizer.from_pretrained(checkpoint)).add_tokens(["<new>"])
+    asked = {}
+
+    def start(model, engine_options, **_):
+        asked.update(engine_options)
+        if stop:
+            assert "<new>" in AutoTokenizer.from_pretrained(engine_options["tokenizer"]).get_vocab()
+        raise ValueError("no engine")
+
+    monkeypatch.setattr("colo.trl.flag.start", start)
+    given = {"generation_kwargs": {"stop": stop}} if stop else {}
+    with pytest.raises(ValueError, match="no engine"):
+        make_flagged(make, colo_engine="vllm", made_with={"processing_class": tokenizer}, **given)
+    assert ("tokenizer" in asked) is bool(stop)
+    assert not stop or not Path(asked["tokenizer"]).exists()
+    assert asked["max_num_seqs"] > 0
+
+
 def test_a_named_model_that_will_be_sharded_is_loaded_by_trl(make, monkeypatch):
     """And shared afterwards: sharding would take it out of an engine's memory. One process shards nothing."""
     monkeypatch.setattr("colo.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started first"))
