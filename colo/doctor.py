@@ -77,7 +77,6 @@ SETTINGS: Mapping[str, tuple[str, Status, str]] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", Status.OK, "0 keeps the engine in this process, 1 gives it its own"),
     "VLLM_ALLOW_INSECURE_SERIALIZATION": ("1", Status.NOTE, "the engine unpickles what it gets: keep its ports closed"),
     "VLLM_SERVER_DEV_MODE": ("1", Status.NOTE, "whoever reaches the server may change its weights: keep it private"),
-    "VLLM_USE_V2_MODEL_RUNNER": ("1", Status.NOTE, "colo is tested with the first model runner: unset it"),
     "UNSLOTH_VLLM_STANDBY": ("1", Status.PROBLEM, "Unsloth replaces the sleep mode that colo drives: unset it"),
     "TMS_INIT_ENABLE": ("1", Status.PROBLEM, "moves weights, too, into memory that cannot be exported: unset it"),
 }
