@@ -346,6 +346,8 @@ def capacity(config: RuntimeConfig, device: torch.device, *, held_bytes: int) ->
     """Bytes that segments may take: the given limit, or what is free and what they hold already."""
     if config.device_limit_bytes is not None:
         return config.device_limit_bytes - config.device_reserve_bytes
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what ran before: the driver calls it used, and torch would use it again
     # bytes of segments are not free, and the runtime counts them as its own
     available_bytes = free_device_bytes(device) + held_bytes
     unplanned = _UNPLANNED_FRACTION if device.type == "cuda" else 0.0
@@ -449,6 +451,8 @@ def _in_host_memory(model: nn.Module) -> Iterator[None]:
     try:
         for parameter in away:
             parameter.data = parameter.data.to("cpu")
+        if away:
+            torch.cuda.empty_cache()  # an engine in another process could not have it
         yield
     finally:
         for parameter, device in away.items():

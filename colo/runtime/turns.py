@@ -488,9 +488,15 @@ class Turns:
         beside_bytes = self._session.end_training()
         if self._config.device_limit_bytes is not None or beside_bytes is None:
             return
-        if self._versions.current > 1:  # the first step makes the optimizer's state
+        if self._versions.current > 1:  # the first step makes workspaces, and compiles
             known_bytes = self._scheduler.working_bytes[Phase.TRAIN]
             self._scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, beside_bytes)
+            try:
+                self._scheduler.plan(Phase.TRAIN, self._scheduler.ledger())
+            except BudgetError as error:
+                # torch may use what is not planned with: a phase that has run is not to be refused for that
+                fitting_bytes = self._scheduler.working_bytes[Phase.TRAIN] - error.missing_bytes
+                self._scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, fitting_bytes)
 
     # ---- what torch's hooks tell ------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from colo.memory.offload import Mover
 from colo.memory.parking import Kept
 from colo.memory.probe import PeakMeter
 from colo.memory.region import pausable_bytes
+from colo.memory.storage import local_bytes
 from colo.phases.phase import (
     NEEDS,
     TRAINER_GRADIENTS,
@@ -95,7 +96,7 @@ class TrainerSession:
         self.optimizer = as_torch(optimizer)
         self._steps_early = isinstance(self.optimizer, MegatronOptimizers)
         self.has_stepped = False  # true after a step since `begin_training`
-        self._gradients_before = self._passes_before = 0
+        self._gradients_before = self._passes_before = self._state_before = 0
         self._events = events
         self._meter = PeakMeter(mover.device, partial(pausable_bytes, mover.device))
         told: dict[str, Any] = {
@@ -191,6 +192,7 @@ class TrainerSession:
         self.has_stepped = False
         self._gradients_before = self._state.gradients.device_bytes
         self._passes_before = self._backward.passes
+        self._state_before = self._state_bytes()
         self._meter.start()
 
     @property
@@ -203,8 +205,17 @@ class TrainerSession:
         peak_bytes = self._meter.stop()
         if peak_bytes is None:
             return None
-        # Gradients are a segment of their own and do not count, even where the loop has dropped them.
-        return peak_bytes - (self._state.gradients.size_bytes - self._gradients_before)
+        # Gradients are a segment of their own and do not count, even where the loop has dropped them. Nor does state
+        # that a step has made: it lies in torch's memory until it leaves for the first time.
+        made_bytes = self._state_bytes() - self._state_before
+        return peak_bytes - (self._state.gradients.size_bytes - self._gradients_before) - made_bytes
+
+    def _state_bytes(self) -> int:
+        """Bytes of the optimizer's state, wherever it is; 0 for streamed state, which is made on the host."""
+        if self.is_streamed:
+            return 0
+        leaves = pytree.tree_leaves(dict(self.optimizer.state))
+        return sum(local_bytes(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     @property
     def is_streamed(self) -> bool:

@@ -164,7 +164,7 @@ class TestUndoing:
             colo.share("torch", model, adamw(model.parameters()), config=CONFIG)
         assert closed == ["engine", "mover"]
 
-    def test_weights_come_back_to_the_device_where_their_way_to_the_host_fails(self):
+    def test_weights_come_back_to_the_device_where_their_way_to_the_host_fails(self, monkeypatch):
         class Parameter:
             """A parameter that notes where it is, on a host with little room."""
 
@@ -184,11 +184,16 @@ class TestUndoing:
                     raise MemoryError("the host is full")
                 return torch.device(device)
 
+        emptied = []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append([p.device.type for p in parameters]))
         parameters = [Parameter(False), Parameter(True), Parameter(False)]
         model = SimpleNamespace(parameters=lambda: parameters)
         with pytest.raises(MemoryError), share._in_host_memory(model):
             pytest.fail("not reached")
         assert all(p.device.type == "cuda" for p in parameters)
+        parameters[1].fails = False
+        with share._in_host_memory(model):
+            assert emptied == [["cpu"] * 3], "an engine in another process could not have what torch keeps"
 
     @pytest.mark.parametrize("start", [colo.share, launch])
     @pytest.mark.parametrize(
@@ -258,3 +263,10 @@ def test_another_runtime_that_is_open_is_named_where_there_is_no_room():
                 make()
             assert "1 other runtime is open in this process" in caught.value.__notes__[0]
         assert rt.generate([[1, 2]])
+
+
+def test_what_torch_keeps_of_earlier_work_is_free(monkeypatch):
+    free = [MIB]
+    monkeypatch.setattr(share, "free_device_bytes", lambda _: free[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, 100 * MIB))
+    assert share.capacity(RuntimeConfig(), torch.device("cuda", 0), held_bytes=0) == int(0.97 * 100 * MIB)

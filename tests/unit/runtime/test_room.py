@@ -1,6 +1,7 @@
 """A small device: what leaves it, what stays, what is refused, and that nothing grows."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import Offload, RuntimeConfig
+from colo.memory.probe import PeakMeter
 from colo.phases.phase import Phase
 from colo.units import MIB
 from tests.models import tiny_qwen3
@@ -130,4 +132,69 @@ def test_the_host_limit_holds_for_a_users_own_engine_too():
         train_step(rt)
     with pytest.raises(colo.BudgetError, match="host arena in phase rollout needs"), rt.rollout():
         pytest.fail("entered")
+    rt.close()
+
+
+# ---- what a training phase takes beside the segments, as a GPU's allocator counts it ---------------------------------
+
+
+class Allocator:
+    """torch's counters of a GPU that has weights, gradients, the optimizer's state, and `activations` bytes."""
+
+    def __init__(self, rt, monkeypatch):
+        self.rt, self.peak, self.activations = rt, 0, 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: self.allocated())
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: max(self.peak, self.allocated()))
+        rt._turns._session._meter = PeakMeter(torch.device("cuda"))
+        rt.optimizer.register_step_post_hook(lambda *_: self.allocated() and None)
+
+    def allocated(self):
+        parameters, state = list(self.rt.model.parameters()), self.rt.optimizer.state.values()
+        tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        tensors += [value for entries in state for value in entries.values()]
+        found = sum(tensor.nbytes for tensor in tensors) + self.activations
+        self.peak = max(self.peak, found)
+        return found
+
+    def cycle(self, steps=1, activations=0):
+        with self.rt.rollout():
+            self.rt.generate(PROMPTS, max_tokens=2)
+        with self.rt.train():
+            for _ in range(steps):
+                self.activations = activations
+                self.allocated()
+                loss = self.rt.model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss
+                loss.backward()
+                self.activations = 0
+                self.rt.optimizer.step()
+                self.rt.optimizer.zero_grad()
+        return self.rt.scheduler.working_bytes[Phase.TRAIN]
+
+
+UNLIMITED = RuntimeConfig(kv_cache_bytes=MIB, max_mismatch=None)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("is_written", [False, True])
+def test_state_that_a_step_makes_is_no_working_memory(monkeypatch, steps, is_written):
+    rt = launch(config=UNLIMITED)
+    allocator = Allocator(rt, monkeypatch)
+    if is_written:  # as by a checkpoint that is loaded: the first step is then not the first version
+        with torch.no_grad():
+            next(rt.model.parameters()).mul_(1.5)
+    assert [allocator.cycle(steps) for _ in range(3)] == [0, 0, 0]
+    assert allocator.cycle(steps, activations=3 * MIB) == 3 * MIB
+    rt.close()
+
+
+def test_a_phase_that_has_run_is_not_refused_for_what_it_took(monkeypatch):
+    rt = launch(config=replace(UNLIMITED, offload=Offload.NEVER))
+    allocator = Allocator(rt, monkeypatch)
+    allocator.cycle()
+    scheduler = rt.scheduler
+    total_bytes = 8 * MIB
+    scheduler.budget = replace(scheduler.budget, capacity_bytes=int(0.97 * total_bytes), drop_cache=True)
+    # torch uses the last bytes too, which are not planned with
+    most = [allocator.cycle(activations=total_bytes - allocator.allocated()) for _ in range(3)]
+    assert 0 < most[0] < total_bytes - allocator.allocated() and most[1:] == most[:1] * 2
     rt.close()
