@@ -60,7 +60,7 @@ def attach(
     engine: str | Engine | Any = None,
     engine_options: Mapping[str, Any] | None = None,
     config: RuntimeConfig | None = None,
-    seeded: bool = False,
+    seeded: bool | None = None,
 ) -> Runtime:
     """Let a TRL trainer generate on an engine that has its own weights, and take turns with it.
 
@@ -69,7 +69,8 @@ def attach(
     back and leaves the trainer as it was made. `engine` is "vllm", the default on a GPU that has it, "torch" (the
     embedded one), or an engine that runs already, as `colo.share` takes it. vLLM runs in this process unless there
     are several ranks or `engine_options` has `own_process=True`; a process that ends is started again in the middle
-    of a step. A trainer of Unsloth's generates on its model's own vLLM. Rewards that are not finite
+    of a step. What is left out is taken from the `colo_` options of a `ColoGRPOConfig` or `ColoRLOOConfig`, where the
+    trainer has one. A trainer of Unsloth's generates on its model's own vLLM. Rewards that are not finite
     numbers are refused. An optimizer that the trainer has not made yet is made now, with fp32 masters (`MasterWeights`)
     where weights that train are in 16 bits. With `seeded` every rollout draws from a seed of its own, by run and step:
     a resumed run draws what the first would have. vLLM draws for each sequence apart then, which is slower. With `beta`
@@ -85,6 +86,19 @@ def attach(
     check_contract(trainer)
     check_trainer(trainer)
     llm = unsloth.engine_of(trainer.model)
+    given = trainer.args if hasattr(trainer.args, "colo_config") else None
+    if given is not None:
+        exchanges = given.fast_inference and hasattr(trainer, "exchanges_prompts")
+        if given.colo_partial_rollouts and not exchanges:
+            raise Unsupported(
+                "colo_partial_rollouts needs a ColoGRPOTrainer with fast_inference=True, which exchanges the prompts "
+                f"of a step, and this is a {type(trainer).__name__}: make one, or leave the option out"
+            )
+        config = given.colo_config() if config is None else config
+        seeded = given.colo_seeded if seeded is None else seeded
+        if llm is None and engine is None:
+            engine = given.colo_engine
+            engine_options = given.colo_engine_options if engine_options is None else engine_options
     if llm is None:
         warn_of_unused(trainer.args)
     else:
@@ -125,7 +139,7 @@ def attach(
         rt.engine.sampling_params(None, **sampling)  # which refuses by name what the engine lacks
         # an engine that ignores an option, or computes another model, is refused before the first step
         check(rt, sampling=sampling)
-        _set(trainer, rt, ColoGeneration(trainer, rt, sampling, context=context, seeded=seeded))
+        _set(trainer, rt, ColoGeneration(trainer, rt, sampling, context=context, seeded=bool(seeded)))
     except BaseException:
         if rt is not None:
             rt.close()
@@ -134,7 +148,7 @@ def attach(
         forget()
         raise
     rt.at_close(forget)
-    _warn_of_sampling(trainer, sampling, rt.engine, seeded=seeded)
+    _warn_of_sampling(trainer, sampling, rt.engine, seeded=bool(seeded))
     logger.info("attached: %s; %s", rt.engine.placement, rt.transport.reason)
     return rt
 

@@ -19,7 +19,7 @@ from colo.assembly.launch import refuse_adapted_head, revision_of, start
 from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.errors import Unsupported
 from colo.trl.attachment import ATTACHED, add_tokenizer, add_vllm_options, attach
-from colo.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
+from colo.trl.checks import check_adapter, check_args, check_checkpoint, check_columns, check_output, check_released
 from colo.trl.generation import initialized_once
 from colo.trl.partial import PartialRollouts
 
@@ -198,6 +198,9 @@ class _WithEngine:
     A model that accelerate will shard is loaded by TRL: a rank's engine has memory of its own.
     """
 
+    exchanges_prompts = True
+    """Told of, for partial rollouts, which a trainer of TRL's cannot have."""
+
     # on the class, without `__set__`: the attribute that `attach` sets on the instance wins
     colo: Runtime = cast("Runtime", _NoRuntime())
 
@@ -327,6 +330,8 @@ def _started(
     engine_options = _engine_options(model, args, model_init_kwargs, options.pop("quantization_config", None))
     # one that will be folded is TRL's to add: the engine has none
     lora = None if args.colo_fold_adapter else options.pop("peft_config", None)
+    if lora is not None:
+        check_adapter(lora)
     # a TRL with the fused head computes from the head's weight alone, and would not train an adapter on it
     if lora is not None and hasattr(grpo_trainer, "add_fused_lm_head"):
         refuse_adapted_head(model, lora, revision_of(engine_options or {}))

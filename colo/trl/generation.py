@@ -330,7 +330,10 @@ def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
     (name, *_) = active_adapters(model)
     config = copy.copy(model.peft_config[name])
     config.init_lora_weights = True
-    model.add_adapter(REF, config)
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    # its values are replaced: they must not be drawn from the numbers that training draws from
+    with torch.random.fork_rng(list(devices)):
+        model.add_adapter(REF, config)
     _copy_to_reference(model, name)
     return lambda: model.delete_adapter(REF)
 

@@ -207,7 +207,8 @@ def check_adapter(model: Any, *, fold: bool) -> None:
             raise error from None
         raise Unsupported(
             f"{error}; or publish it folded into the weights, RuntimeConfig(fold_adapter=True), for "
-            f"{format_bytes(folded_bytes(model))} of the device: one more copy of the weights that it adapts"
+            f"{format_bytes(folded_bytes(model))} of the device (colo_fold_adapter=True in a config of TRL's): one "
+            "more copy of the weights that it adapts"
         ) from None
 
 

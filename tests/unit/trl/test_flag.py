@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import GRPOTrainer, RLOOTrainer, TrlParser
 from trl.trainer import grpo_trainer
 
+import colo
 from colo.config import Offload, OptimizerState
 from colo.engines.torch import TorchEngine
 from colo.errors import Unsupported
@@ -123,6 +125,32 @@ def test_a_trainer_of_trls_says_that_it_does_not_read_the_flag(make, kind, confi
     trainer.args.fast_inference = True
     with pytest.warns(UserWarning, match=r"fast_inference=True is in the config .* make a ColoGRPOTrainer"):
         trainer.train()
+
+
+def test_options_of_a_config_hold_for_a_trainer_that_is_attached(make):
+    given = {**FLAG, "colo_seeded": True, "colo_optimizer": "streamed", "colo_kv_cache_bytes": "1MiB"}
+    trainer = make(config=ColoGRPOConfig, **given)
+    rt = colo.attach(trainer)
+    assert (rt.config.optimizer, rt.config.kv_cache_bytes) == ("streamed", MIB)
+    assert trainer.vllm_generation._seeded
+    colo.trl.detach(trainer)
+    rt = colo.attach(trainer, config=replace(rt.config, kv_cache_bytes=2 * MIB), seeded=False)
+    assert rt.config.kv_cache_bytes == 2 * MIB and not trainer.vllm_generation._seeded
+
+
+def test_partial_rollouts_of_a_trainer_that_cannot_have_them_are_refused(make):
+    trainer = make(config=ColoGRPOConfig, **FLAG, colo_partial_rollouts=True)
+    with pytest.raises(Unsupported, match="needs a ColoGRPOTrainer with fast_inference=True.* this is a GRPOTrainer"):
+        colo.attach(trainer)
+    assert not hasattr(trainer, "colo")
+
+
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"bias": "lora_only"}, {"modules_to_save": ["lm_head"]}])
+def test_an_adapter_that_is_more_than_lora_is_refused_with_the_option_that_takes_it(make, monkeypatch, changes):
+    monkeypatch.setattr("colo.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
+    lora = LoraConfig(r=2, target_modules=["q_proj"], **changes)
+    with pytest.raises(Unsupported, match="not supported: .*; or publish it folded .*: colo_fold_adapter=True"):
+        make_flagged(make, made_with={"peft_config": lora})
 
 
 def test_one_that_is_attached_has_its_engine_and_says_nothing(make, attach):

@@ -125,6 +125,14 @@ def test_a_reference_that_is_another_adapter_than_the_one_that_trains_is_refused
     attach(make(model.base_model.unload(), made_with={"peft_config": lora(True)}, beta=0.1))
 
 
+@pytest.mark.parametrize("init", ["orthogonal", "pissa", True])
+def test_a_reference_leaves_the_random_numbers_of_training_alone(make, attach, init):
+    trainer = make(made_with={"peft_config": lora(init)}, beta=0.1)
+    before = torch.random.get_rng_state()
+    attach(trainer)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_without_a_kl_term_nothing_is_added(make, attach):
     trainer = make(made_with={"peft_config": lora("pissa")})
     attach(trainer)
