@@ -36,7 +36,9 @@ from colo.errors import Unsupported
 from colo.memory.uninterrupted import uninterrupted
 from colo.rl.rewards import RewardFunction, await_reward, call_reward, named_rewards
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
-from colo.trl.checks import check_adapter, check_args, check_columns, is_awaited
+from colo.trl.checks import check_args, check_columns, is_awaited
+from colo.trl.flag import FOLDED
+from colo.weights.sources.peft import check_lora_config
 
 Tell = Callable[[str], None]
 OnLog = Callable[[dict[str, float]], None]
@@ -308,7 +310,7 @@ def _check_model(model: GRPOModelConfig, *, folded: bool) -> Any:
     check_config(model.model_name_or_path, model.model_revision)
     lora = get_peft_config(model)
     if lora is not None:
-        check_adapter(lora, folded=folded)
+        check_lora_config(lora, folded=folded, advice=FOLDED)
         refuse_adapted_head(model.model_name_or_path, lora, model.model_revision)
     return lora
 

@@ -315,15 +315,12 @@ def _check_lora(lora: Any, *, folded: bool) -> None:
         check_adapter_config(lora, "the adapter")
     if not isinstance(lora, LoraConfig):
         raise TypeError(f"lora is a peft.LoraConfig, such as LoraConfig(r=16), not {_named(lora)}")
-    try:
-        check_lora_config(lora, folded=folded)
-    except Unsupported as error:
-        check_lora_config(lora, folded=True)
-        raise Unsupported(
-            f"{error}; or put the adapter on yourself, engine, model = colo.start(...), and publish it folded into the "
-            "weights, colo.share(engine, get_peft_model(model, lora), optimizer, config=RuntimeConfig(fold_adapter="
-            "True))"
-        ) from None
+    check_lora_config(
+        lora,
+        folded=folded,
+        advice="or put the adapter on yourself, engine, model = colo.start(...), and publish it folded into the "
+        "weights, colo.share(engine, get_peft_model(model, lora), optimizer, config=RuntimeConfig(fold_adapter=True))",
+    )
 
 
 def _named(value: object) -> str:

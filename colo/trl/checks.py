@@ -24,7 +24,6 @@ from colo.rl.logit_tiles import LogitStep
 from colo.rl.logprob import SeenPass, why_not_linear
 from colo.rl.rewards import check_rewards
 from colo.weights.mismatch import evaluating
-from colo.weights.sources.peft import check_lora_config
 
 # ---- the trainer ----------------------------------------------------------------------------------------------------
 
@@ -399,16 +398,3 @@ def _scales(steps: tuple[LogitStep, ...]) -> tuple[float, float, bool]:
         if name in ("mul", "div"):
             products[is_capped] *= value if name == "mul" else 1 / value
     return products[0], products[1], is_capped
-
-
-def check_adapter(lora: Any, *, folded: bool = False) -> None:
-    """Raise `Unsupported`, with the option that takes it, for a LoRA adapter that an engine cannot apply."""
-    from peft import LoraConfig  # TRL does without
-
-    if not isinstance(lora, LoraConfig):
-        return
-    try:
-        check_lora_config(lora, folded=folded)
-    except Unsupported as error:
-        check_lora_config(lora, folded=True)  # where that is refused too, for its own reason
-        raise Unsupported(f"{error}; or publish it folded into the weights: colo_fold_adapter=True") from None

@@ -19,9 +19,10 @@ from colo.assembly.launch import refuse_adapted_head, revision_of, start
 from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.errors import Unsupported
 from colo.trl.attachment import ATTACHED, add_tokenizer, add_vllm_options, attach
-from colo.trl.checks import check_adapter, check_args, check_checkpoint, check_columns, check_output, check_released
+from colo.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
 from colo.trl.generation import initialized_once
 from colo.trl.partial import PartialRollouts
+from colo.weights.sources.peft import check_lora_config
 
 if TYPE_CHECKING:
     from colo.runtime import Runtime
@@ -32,6 +33,9 @@ _OPTIONS_OF_A_START = ("dtype", "revision", "attn_implementation")
 _SWITCHES = ("fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded", "colo_partial_rollouts")
 
 T = TypeVar("T")
+
+FOLDED = "or publish it folded into the weights: colo_fold_adapter=True"
+"""Advice for an adapter that is more than LoRA."""
 
 _FLAG = "pass args=ColoGRPOConfig(..., fast_inference=True), or ColoRLOOConfig"
 
@@ -198,8 +202,7 @@ class _WithEngine:
     A model that accelerate will shard is loaded by TRL: a rank's engine has memory of its own.
     """
 
-    exchanges_prompts = True
-    """Told of, for partial rollouts, which a trainer of TRL's cannot have."""
+    exchanges_prompts = True  # which partial rollouts need: see `attach`
 
     # on the class, without `__set__`: the attribute that `attach` sets on the instance wins
     colo: Runtime = cast("Runtime", _NoRuntime())
@@ -330,8 +333,8 @@ def _started(
     engine_options = _engine_options(model, args, model_init_kwargs, options.pop("quantization_config", None))
     # one that will be folded is TRL's to add: the engine has none
     lora = None if args.colo_fold_adapter else options.pop("peft_config", None)
-    if lora is not None:
-        check_adapter(lora)
+    if getattr(lora, "peft_type", None) == "LORA":
+        check_lora_config(lora, advice=FOLDED)
     # a TRL with the fused head computes from the head's weight alone, and would not train an adapter on it
     if lora is not None and hasattr(grpo_trainer, "add_fused_lm_head"):
         refuse_adapted_head(model, lora, revision_of(engine_options or {}))

@@ -76,19 +76,29 @@ TIED_WARNING = "Model has `tie_word_embeddings=True`"
 """Start of PEFT's warning of an adapter on tied weights, which says nothing of logits."""
 
 
-def check_lora_config(config: LoraConfig, *, folded: bool = False) -> None:
+def check_lora_config(config: LoraConfig, *, folded: bool = False, advice: str = "") -> None:
     """Raise `Unsupported`, naming the setting and the reason, for what an engine could not apply exactly.
 
-    `folded`: the engine gets whole weights with the adapter in them.
+    `folded`: the engine gets whole weights with the adapter in them. `advice` is told where that would do.
     """
+    reason = _why_not_exact(config, folded=folded)
+    if reason is not None and advice:
+        check_lora_config(config, folded=True)  # where that is refused too, for its own reason
+        raise Unsupported(f"{reason}; {advice}")
+    if reason is not None:
+        raise Unsupported(reason)
+
+
+def _why_not_exact(config: LoraConfig, *, folded: bool) -> str | None:
     for setting in fields(config):
         value = getattr(config, setting.name)
         # a list of what is allowed: a setting of a later PEFT is refused until it is known
         if setting.name not in _EXACT and value and not (folded and setting.name in _FOLDS):
             reason = _REASONS.get(setting.name, "an engine computes W x + scaling * B (A x) and nothing else")
-            raise Unsupported(f"LoraConfig({setting.name}={value!r}) is not supported: {reason}")
+            return f"LoraConfig({setting.name}={value!r}) is not supported: {reason}"
     if getattr(config, "bias", "none") != "none" and not folded:
-        raise Unsupported(f"LoraConfig(bias={config.bias!r}) is not supported: it would change the shared base weights")
+        return f"LoraConfig(bias={config.bias!r}) is not supported: it would change the shared base weights"
+    return None
 
 
 def has_adapted_head(model: nn.Module) -> bool:
