@@ -177,7 +177,7 @@ def demo(html: Path, png: Path | None, json_path: Path | None, **asked: Any) -> 
 )
 @click.option("--release-gradients", is_flag=True, help="Step and drop each gradient within the backward pass.")
 @click.option("--context", type=click.IntRange(min=1), default=4096, help="Tokens of prompt and completion together.")
-@click.option("--generations", type=click.IntRange(min=1), default=8, help="Sequences generated at the same time.")
+@click.option("--generations", type=click.IntRange(min=1), default=8, help="Sequences at once: vLLM's max_num_seqs.")
 @json_option
 def plan(model: str, gpu_memory: str | None, json_path: Path | None, **asked: Any) -> int:
     """Say what fits, before anything is allocated.

@@ -226,7 +226,9 @@ def tokenizer_of(model: Checkpoint, revision: str, **options: Any) -> Any:
 def start_torch(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     """Start the embedded engine and make a model over its memory."""
     checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
-    engine = make_torch_engine(checkpoint, request, request.make_mover(undo), request.kv_cache_bytes(checkpoint))
+    engine = make_torch_engine(
+        checkpoint, request, request.make_mover(undo), request.kv_cache_bytes(checkpoint, "torch")
+    )
     undo.add(engine.close)
     engine.load_weights(ModuleSource(checkpoint))
     if request.config.weights is not Weights.AUTO:
@@ -248,7 +250,7 @@ def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     # on the meta device: the weights must not exist twice while vLLM starts
     model = empty_model(config, dtype=request.dtype, attn_implementation=None)
     _take_generation_config(model, request)
-    kv_cache_bytes = request.kv_cache_bytes(model, packed=packs)
+    kv_cache_bytes = request.kv_cache_bytes(model, "vllm", packed=packs)
     engine = make_vllm_engine(request, request.make_mover(undo), kv_cache_bytes)
     undo.add(engine.close)
     packed = engine.packed_weights() if isinstance(engine, PacksWeights) else {}

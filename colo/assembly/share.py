@@ -30,6 +30,7 @@ from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.memory.storage import is_dtensor, local_bytes, local_shard, storage_key
 from colo.phases.phase import ENGINE_KV_CACHE, Segment
+from colo.planning.estimate import SAMPLER_BYTES_PER_LOGIT
 from colo.planning.kv_cache import layer_caches
 from colo.runtime import Runtime
 from colo.runtime.lifetime import check_free, collect_dropped, end_runtime_of
@@ -406,7 +407,7 @@ def start_for(
     mover = request.make_mover(undo)
     # weights that stay the trainer's own lie beside the engine's
     beside_bytes = _bytes_of_copy(base, request.dtype) + (folded_bytes(model) if is_folded else 0)
-    kv_cache_bytes = request.kv_cache_bytes(base, beside_bytes=beside_bytes)
+    kv_cache_bytes = request.kv_cache_bytes(base, kind, beside_bytes=beside_bytes)
     with _in_host_memory(model):  # until the engine has its memory: the device never holds the weights twice
         engine: Engine
         if kind == "vllm":
@@ -479,13 +480,19 @@ class EngineRequest:
         undo.add(mover.close)
         return mover
 
-    def kv_cache_bytes(self, model: nn.Module, *, packed: bool = False, beside_bytes: int = 0) -> int:
+    def kv_cache_bytes(self, model: Any, kind: str, *, packed: bool = False, beside_bytes: int = 0) -> int:
         """Size of the KV cache beside `model` and `beside_bytes` of a copy of its weights.
 
         Raises: `BudgetError` when they do not fit.
         """
         weights_bytes = beside_bytes + _weights_bytes(model, self.dtype, packed=packed)
         left_bytes = self.capacity_bytes - weights_bytes
+        if kind == "vllm" and self.device.type == "cuda":
+            # beside the KV cache vLLM warms its sampler up, with as many sequences as it may ever run
+            from colo.engines.vllm.compat import most_sequences
+
+            vocab_size = model.config.get_text_config().vocab_size
+            left_bytes -= most_sequences(self.engine_options) * vocab_size * SAMPLER_BYTES_PER_LOGIT
         size_bytes = self.config.kv_cache_bytes or _default_kv_bytes(model, self.dtype, left_bytes, self.device)
         _admit(weights_bytes, size_bytes, self.capacity_bytes)
         return size_bytes

@@ -2,11 +2,25 @@
 
 import pytest
 import torch
-from tiny_vllm import CUDA, KV_CACHE_BYTES, MARKS, PROMPTS, config_of_0_6b, difference, launch, train_step
+from tiny_vllm import (
+    CUDA,
+    KV_CACHE_BYTES,
+    MARKS,
+    OPTIONS,
+    PROMPTS,
+    SIZES_OF_0_6B,
+    config,
+    config_of_0_6b,
+    difference,
+    launch,
+    train_step,
+)
 
+import colo
+from colo.config import RuntimeConfig
 from colo.errors import PhaseError
 from colo.memory.probe import free_device_bytes
-from colo.units import MIB
+from colo.units import GIB, MIB
 
 pytestmark = MARKS
 
@@ -56,3 +70,15 @@ def test_close_gives_the_memory_back_and_another_can_be_launched_then():
         free.append(free_device_bytes(CUDA))
     assert free[0] - free[1] < KV_CACHE_BYTES // 4  # what vLLM's libraries keep in a process: 616 MiB on an H200
     assert free[1] - free[2] < 600 * MIB
+
+
+def test_the_default_kv_cache_leaves_room_for_the_sampler_of_every_sequence():
+    sizes = SIZES_OF_0_6B | {"num_hidden_layers": 8, "max_position_embeddings": 4096}  # 64 x 4,096 tokens: 8 GiB
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    options = OPTIONS | {"own_process": False, "enforce_eager": True}
+    limit = RuntimeConfig(device_limit_bytes=8 * GIB)
+    engine, _ = colo.start(config(**sizes), engine="vllm", engine_options=options, device=CUDA, config=limit)
+    engine.close()
+    assert torch.cuda.max_memory_reserved() - before < 8 * GIB

@@ -12,16 +12,17 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.assembly import share
-from colo.assembly.share import _held_bytes
+from colo.assembly.share import EngineRequest, _held_bytes
 from colo.config import RuntimeConfig
 from colo.engine import EngineState
 from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
+from colo.planning.estimate import SAMPLER_BYTES_PER_LOGIT
 from colo.runtime import Runtime, construction, lifetime, turns
 from colo.runtime import runtime as runtime_module
 from colo.runtime.lifetime import KEEPER, collect_dropped
 from colo.trainer.master_weights import MasterWeights
-from colo.units import MIB, format_bytes
+from colo.units import GIB, MIB, format_bytes
 from colo.weights.ranks import RankGroup
 from tests.runtimes import adamw, launch, make_engine, qwen3, train_step
 
@@ -45,6 +46,21 @@ def test_an_engine_is_started_for_a_model_and_shares_its_weights():
         after = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)
         assert before[0].weights_version == 0 and after[0].weights_version == 1
     assert model(torch.tensor([[1, 2]])).logits.isfinite().all(), "the model goes on without colo"
+
+
+@pytest.mark.parametrize("max_num_seqs", [16, 256, 1024])
+def test_the_default_kv_cache_leaves_vllms_sampler_its_room(max_num_seqs):
+    sizes = {"vocab_size": 151936, "num_hidden_layers": 96, "head_dim": 128, "max_position_embeddings": 4096}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(qwen3(**sizes))
+    options = {"max_num_seqs": max_num_seqs}
+    cuda = torch.device("cuda", 0)
+    request = EngineRequest("any", cuda, torch.bfloat16, RuntimeConfig(), 8 * GIB, None, options)
+    weights_bytes = 2 * sum(p.numel() for p in model.parameters())
+    sampler_bytes = max_num_seqs * 151936 * SAMPLER_BYTES_PER_LOGIT
+    left_bytes = 8 * GIB - weights_bytes - sampler_bytes
+    assert request.kv_cache_bytes(model, "vllm") == int(0.9 * left_bytes)
+    assert request.kv_cache_bytes(model, "torch") == int(0.9 * (left_bytes + sampler_bytes)), "which has no warm-up"
 
 
 def test_an_engine_is_started_for_a_model_with_an_adapter():
