@@ -225,7 +225,11 @@ def tokenizer_of(model: Checkpoint, revision: str, **options: Any) -> Any:
 
 def start_torch(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     """Start the embedded engine and make a model over its memory."""
+    from colo.engines.vllm.client.start import is_packed_config
+
     checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
+    if is_packed_config(getattr(checkpoint.config, "quantization_config", None)):
+        raise Unsupported("weights that bitsandbytes packs can be shared with vLLM alone, in 4 bits: engine='vllm'")
     engine = make_torch_engine(
         checkpoint, request, request.make_mover(undo), request.kv_cache_bytes(checkpoint, "torch")
     )
@@ -254,7 +258,7 @@ def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     engine = make_vllm_engine(request, request.make_mover(undo), kv_cache_bytes)
     undo.add(engine.close)
     packed = engine.packed_weights() if isinstance(engine, PacksWeights) else {}
-    pack(model, packed, compute_dtype=request.dtype)
+    pack(model, packed, compute_dtype=torch.bfloat16)  # as vLLM does, whatever the dtype of other weights
     # recorded on the empty model: shapes are all that a plan needs
     tensors, plan = record_plan(engine, ModuleSource(model))
     # the model has no memory yet: whether it can have the engine's decides where it gets some

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from transformers import AutoProcessor, set_seed
+from transformers import AutoProcessor, BitsAndBytesConfig, set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer
 
@@ -27,8 +29,8 @@ from colo.weights.sources.peft import check_lora_config
 if TYPE_CHECKING:
     from colo.runtime import Runtime
 
-_OPTIONS_OF_A_START = ("dtype", "revision", "attn_implementation")
-"""Keys of `model_init_kwargs` that colo takes."""
+_OPTIONS_OF_A_START = ("dtype", "revision", "attn_implementation", "quantization_config", "trust_remote_code")
+"""Keys of `model_init_kwargs` that colo takes. The last TRL writes there; a model with its own code is refused."""
 
 _SWITCHES = ("fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded", "colo_partial_rollouts")
 
@@ -237,15 +239,15 @@ class _WithEngine:
             # the trainer has made and prepared the model: only the engine is missing
             self._attach(args, args.colo_engine, args.colo_engine_options)
             return
-        # they are for `start`: beside a model that exists TRL would complain of them
-        given, args.model_init_kwargs = args.model_init_kwargs, None
+        # a copy: TRL writes into those that it reads, for rewards that are named and for the reference
+        given, args.model_init_kwargs = args.model_init_kwargs, dict(args.model_init_kwargs or {})
         folders = ExitStack()
         try:
-            engine, made = _started(model, args, given, options, folders)
+            engine, made = _started(model, args, options, folders)
             try:
-                if (attention := (given or {}).get("attn_implementation")) is not None:
+                if (attention := args.model_init_kwargs.get("attn_implementation")) is not None:
                     made.set_attn_implementation(attention)
-                with initialized_once(made, args.beta):
+                with initialized_once(made, args.beta), _read_by_start():
                     super().__init__(made, reward_funcs, args, **options)  # type: ignore[call-arg]
                 self._attach(args, engine, None)
                 self.colo.at_close(folders.close)  # until then vLLM may start again, and read them
@@ -322,15 +324,30 @@ def _unused(args: Any) -> str:
     return f", and {', '.join(given)} without effect" if given else ""
 
 
-def _started(
-    model: str, args: Any, model_init_kwargs: Any, options: dict[str, Any], folders: ExitStack
-) -> tuple[Any, Any]:
+@contextmanager
+def _read_by_start() -> Iterator[None]:
+    """Keep TRL from saying that `model_init_kwargs` are ignored: the model that it is given was made with them."""
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return "`model_init_kwargs` will be ignored" not in record.getMessage()
+
+    loggers = [logging.getLogger(kind.__module__) for kind in (GRPOTrainer, RLOOTrainer)]
+    for logger in loggers:
+        logger.addFilter(is_true)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_true)
+
+
+def _started(model: str, args: Any, options: dict[str, Any], folders: ExitStack) -> tuple[Any, Any]:
     """The engine and the model; what they are made with is taken out of the trainer's `options`.
 
-    With a revision the tokenizer is added to them, and `args.model_init_kwargs` has the revision alone: for a model
-    that exists TRL would read the tokenizer and the reference of a KL term at the hub's "main".
+    A revision is in `args.model_init_kwargs` afterwards, and the tokenizer in `options`: for a model that exists TRL
+    would read the reference of a KL term and the tokenizer at the hub's "main".
     """
-    engine_options = _engine_options(model, args, model_init_kwargs, options.pop("quantization_config", None))
+    engine_options = _engine_options(model, args, options.pop("quantization_config", None))
     # one that will be folded is TRL's to add: the engine has none
     lora = None if args.colo_fold_adapter else options.pop("peft_config", None)
     if getattr(lora, "peft_type", None) == "LORA":
@@ -339,7 +356,7 @@ def _started(
     if lora is not None and hasattr(grpo_trainer, "add_fused_lm_head"):
         refuse_adapted_head(model, lora, revision_of(engine_options or {}))
     if revision := (engine_options or {}).get("revision"):
-        args.model_init_kwargs = {"revision": revision}
+        args.model_init_kwargs["revision"] = revision
         if options.get("processing_class") is None:
             # as TRL reads it, whose versions differ in whether they trust code
             options["processing_class"] = AutoProcessor.from_pretrained(
@@ -359,29 +376,47 @@ def _started(
         engine_options=engine_options,
         lora=lora,
         device=args.device,
-        dtype=(model_init_kwargs or {}).get("dtype"),
+        dtype=args.model_init_kwargs.get("dtype"),
         config=args.colo_config(),
     )
 
 
-def _engine_options(model: str, args: Any, model_init_kwargs: Any, quantization_config: Any) -> dict[str, Any] | None:
+def _engine_options(model: str, args: Any, quantization_config: Any) -> dict[str, Any] | None:
     """Options for `start`. Raises: `Unsupported` for what would be dropped, by name."""
-    others = [name for name in model_init_kwargs or {} if name not in _OPTIONS_OF_A_START]
+    model_init_kwargs = args.model_init_kwargs
+    others = [name for name in model_init_kwargs if name not in _OPTIONS_OF_A_START]
     if others:
         raise Unsupported(
             f"model_init_kwargs has {', '.join(others)}, which fast_inference does not pass on: load the model "
             "yourself and give that to the trainer"
         )
     options = dict(args.colo_engine_options or {})
+    if model_init_kwargs.get("revision"):
+        _add(options, "revision", model_init_kwargs["revision"])
+    if (among := model_init_kwargs.get("quantization_config")) is not None:
+        if quantization_config is not None:
+            raise ValueError("quantization_config is among model_init_kwargs too: leave one out")
+        quantization_config = among
     if quantization_config is not None:
+        if isinstance(quantization_config, dict):
+            quantization_config = BitsAndBytesConfig(**quantization_config)
         if args.colo_engine != "vllm":
             raise Unsupported("fast_inference shares a quantized model with vLLM alone: colo_engine='vllm'")
         if not getattr(quantization_config, "load_in_4bit", False):
             raise Unsupported("fast_inference shares a quantized model with vLLM in 4 bits: load_in_4bit=True")
-        options.setdefault("quantization", "bitsandbytes")
-    if (model_init_kwargs or {}).get("revision"):
-        options.setdefault("revision", model_init_kwargs["revision"])
+        from colo.engines.vllm.client.start import check_packing
+
+        check_packing(quantization_config, model, options)
+        _add(options, "quantization", "bitsandbytes")
     if args.colo_engine != "vllm":
         return options or None
     add_vllm_options(options, args, args.world_size, model)
     return options
+
+
+def _add(options: dict[str, Any], name: str, value: str) -> None:
+    """Add an option. Raises: `Unsupported` where `colo_engine_options` has another."""
+    if options.setdefault(name, value) != value:
+        raise Unsupported(
+            f"colo_engine_options has {name}={options[name]!r}, and the trainer is to have {value!r}: leave one out"
+        )

@@ -32,11 +32,12 @@ def run(*command, **environment):
     )
 
 
-def test_the_contract_is_that_of_the_oldest_trl():
+def test_the_contract_and_the_flag_are_those_of_the_oldest_trl():
     vllms = "ignore:TRL currently supports vLLM"  # older ones, it says
-    done = run("-m", "pytest", "-q", "-W", vllms, "tests/unit/trl/test_checks.py", PYTEST_ADDOPTS="")
+    files = "tests/unit/trl/test_checks.py", "tests/unit/trl/test_flag.py"
+    done = run("-m", "pytest", "-q", "-W", vllms, *files, PYTEST_ADDOPTS="")
     assert done.returncode == 0, done.stdout[-2000:]
-    assert re.search(r"^\d\d passed", done.stdout, re.MULTILINE)
+    assert re.search(r"^\d{3} passed", done.stdout, re.MULTILINE)
 
 
 def test_the_flag_trains_with_the_oldest_trl(tmp_path):

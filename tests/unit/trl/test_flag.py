@@ -1,3 +1,4 @@
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +7,13 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, HfArgumentParser
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    HfArgumentParser,
+)
 from trl import GRPOTrainer, RLOOTrainer, TrlParser
 from trl.trainer import grpo_trainer
 
@@ -249,6 +256,51 @@ def test_a_tokenizer_that_is_given_is_kept_beside_a_revision(make, checkpoint, t
     assert trainer.processing_class is tokenizer
 
 
+@pytest.fixture
+def reward_model(checkpoint, tmp_path):
+    folder = str(tmp_path / "reward")
+    AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, {"dtype": "bfloat16", "attn_implementation": "eager"}, '{"dtype": "bfloat16"}'],
+    ids=["nothing", "dtype and attention", "json"],
+)
+@pytest.mark.parametrize(
+    ("theirs", "kind", "config"),
+    [(GRPOTrainer, ColoGRPOTrainer, ColoGRPOConfig), (RLOOTrainer, ColoRLOOTrainer, ColoRLOOConfig)],
+)
+def test_models_that_trl_loads_beside_the_policy_are_those_that_it_loads_alone(
+    make, reward_model, caplog, theirs, kind, config, given
+):
+    of_both = {"config": config, "model_init_kwargs": given, "beta": 0.1}
+    alone = make(kind=theirs, reward=[digits, reward_model], **of_both)  # in which TRL writes trust_remote_code
+    trainer = make_flagged(make, kind=kind, reward=[digits, reward_model], **of_both)
+    for ours, expected in ((trainer.reward_funcs[1], alone.reward_funcs[1]), (trainer.ref_model, alone.ref_model)):
+        assert ours.config._attn_implementation == expected.config._attn_implementation
+        tensors = expected.state_dict()
+        for name, tensor in ours.state_dict().items():
+            assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name])
+    assert trainer.reward_func_names == alone.reward_func_names
+    assert "will be ignored" not in caplog.text
+    trainer.train()
+
+
+def test_a_reward_model_that_is_named_is_of_the_models_revision_too(
+    make, checkpoint, reward_model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    name = save_revisions(tmp_path / "hub", main=checkpoint, v2=reward_model)
+    given = {"revision": "v2"}
+    trainer = make_flagged(make, model=name, reward=name, model_init_kwargs=given)
+    expected = AutoModelForSequenceClassification.from_pretrained(reward_model)
+    assert torch.equal(trainer.reward_funcs[0].score.weight, expected.score.weight)
+    assert trainer.args.model_init_kwargs == given == {"revision": "v2"}
+
+
 @pytest.mark.parametrize("stop", [None, ["="]], ids=["no text", "stop"])
 def test_vllm_gets_the_tokenizer_that_is_given_for_a_named_model(make, checkpoint, monkeypatch, stop):
     pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -322,6 +374,97 @@ def test_quantization_is_refused_where_it_cannot_be_shared(make, engine, words):
     config = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.raises(Unsupported, match=words):
         make_flagged(make, made_with={"quantization_config": config}, colo_engine=engine)
+
+
+VLLMS = {
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
+"""The packing of vLLM."""
+
+PLACES = {
+    "argument": lambda given: {"made_with": {"quantization_config": BitsAndBytesConfig(**given)}},
+    "among": lambda given: {"model_init_kwargs": {"quantization_config": BitsAndBytesConfig(**given)}},
+    "json": lambda given: {"model_init_kwargs": json.dumps({"quantization_config": given})},
+}
+"""The places where TRL takes it."""
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bnb_4bit_quant_type": "fp4"}, "set bnb_4bit_quant_type='nf4' "),
+        ({"bnb_4bit_use_double_quant": False}, "set bnb_4bit_use_double_quant=True "),
+        ({"bnb_4bit_compute_dtype": "float16"}, "set bnb_4bit_compute_dtype=torch.bfloat16 "),
+        ({"bnb_4bit_quant_storage": "bfloat16"}, "set bnb_4bit_quant_storage=torch.uint8 "),
+        ({"llm_int8_skip_modules": ["q_proj"]}, "set llm_int8_skip_modules=None "),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "in 4 bits: load_in_4bit=True"),
+    ],
+    ids=lambda changes: next(iter(changes)) if isinstance(changes, dict) else "",
+)
+def test_a_packing_that_is_not_vllms_is_refused_before_an_engine_starts(make, monkeypatch, changes, words, place):
+    monkeypatch.setattr("colo.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
+    with pytest.raises(Unsupported, match=words):
+        make_flagged(make, colo_engine="vllm", **place(VLLMS | changes))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The options that vLLM would be started with."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    asked = {}
+
+    def start(model, engine_options, **_):
+        asked.update(engine_options)
+        raise ValueError("no engine")
+
+    monkeypatch.setattr("colo.trl.flag.start", start)
+    return asked
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_vllms_packing_is_passed_on(make, asked, place):
+    with pytest.raises(ValueError, match="no engine"):
+        make_flagged(make, colo_engine="vllm", **place(VLLMS))
+    assert asked["quantization"] == "bitsandbytes"
+
+
+def test_what_a_packed_checkpoint_says_counts_before_the_trainers(make, asked, tmp_path):
+    """As transformers has it."""
+    folder = tiny_checkpoint(tmp_path / "packed", alphabet=ALPHABET)
+    settings = json.loads((folder / "config.json").read_text())
+    packed = BitsAndBytesConfig(load_in_4bit=True).to_dict() | {"quant_method": "bitsandbytes"}
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": packed}))
+    with pytest.raises(ValueError, match="no engine"):
+        make_flagged(make, model=str(folder), colo_engine="vllm", **PLACES["argument"]({"load_in_4bit": True}))
+    assert asked["quantization"] == "bitsandbytes"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"colo_engine_options": {"quantization": "fp8"}}, Unsupported, "has quantization='fp8', and the trainer is"),
+        (
+            {"colo_engine_options": {"revision": "v1"}},
+            Unsupported,
+            "has revision='v1', and the trainer is to have 'v2'",
+        ),
+        (
+            {"made_with": {"quantization_config": BitsAndBytesConfig(**VLLMS)}},
+            ValueError,
+            "among model_init_kwargs too: leave one out",
+        ),
+    ],
+    ids=["quantization", "revision", "twice"],
+)
+def test_two_settings_of_which_one_would_be_dropped_are_refused(make, monkeypatch, given, error, words):
+    monkeypatch.setattr("colo.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
+    kwargs = {"revision": "v2", "quantization_config": VLLMS}
+    with pytest.raises(error, match=words):
+        make_flagged(make, colo_engine="vllm", model_init_kwargs=kwargs, **given)
 
 
 def test_the_engine_is_closed_where_the_trainer_cannot_be_made(make, monkeypatch):

@@ -134,6 +134,28 @@ def changes_transformers(
     return all(found is None or getattr(found, "module_name", "").endswith(".transformers") for found in known)
 
 
+PACKING: Mapping[str, Any] = {
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": torch.bfloat16,
+    "bnb_4bit_quant_storage": torch.uint8,
+    "llm_int8_skip_modules": None,
+}
+"""vLLM's packing of what it reads, as a `BitsAndBytesConfig` has it: constants of 0.26 and of `vllm-bnb-plugin`."""
+
+
+def check_packing(config: Any, model: str, options: Mapping[str, Any]) -> None:
+    """Raise `Unsupported` for a `BitsAndBytesConfig` in 4 bits of which vLLM would make another model."""
+    if quantization_of(model, {**options, "quantization": None}) == BITSANDBYTES:
+        return  # packed already: transformers takes the checkpoint's own config too
+    others = [f"{name}={value!r}" for name, value in PACKING.items() if getattr(config, name) != value]
+    if others:
+        raise Unsupported(
+            f"vLLM packs to 4 bits in one way, and quantization_config asks for another: set {', '.join(others)} (on a "
+            "command line --use_bnb_nested_quant, --dtype bfloat16)"
+        )
+
+
 def is_packed_config(found: Any) -> bool:
     """Tell whether a model's `quantization_config`, if it has one, is bitsandbytes' own."""
     return _method_of(found) == BITSANDBYTES
