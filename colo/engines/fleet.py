@@ -202,6 +202,11 @@ class Fleet(EngineBase):
             if (check := getattr(member.engine, "check_request", None)) is not None:
                 check(prompts, member.engine.sampling_params(params))
 
+    def sampling_temperature(self, params: Any) -> float | None:
+        """The temperature that `logprobs` have in them; `None` where filters change them too, or engines differ."""
+        first, *others = {member.engine.sampling_temperature(params) for member in self.present()} or {None}
+        return None if others else first
+
     def pause(self) -> None:
         """Stop all of them. Idempotent; `PhaseError` when asleep or closed."""
         super().pause()

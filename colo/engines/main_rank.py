@@ -75,6 +75,7 @@ class MainRankEngine(EngineBase):
                 f"engines were given on ranks {has}: a MainRankEngine has that of rank 0, and other ranks give None"
             )
         self._facts: Mapping[str, Any] = told[0]
+        self._temperature: float | None = None
         if device is None:
             kind = self._facts["device"]
             device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -199,15 +200,20 @@ class MainRankEngine(EngineBase):
         if isinstance(seed, Integral):  # a list: what is drawn must not depend on other ranks
             params = replace(params, seed=[row_seed(int(seed), index, 0) >> 2 for index in range(len(prompts))])
         asked = self.ranks.gather(([tuple(prompt) for prompt in prompts], params))
-        found: list[list[Completion]] = []
+        told: list[Any] = [None]
         with self.ranks.fail_together("sampling"):
             if self.engine is not None:
-                found = _sample(self.engine, list(asked.values()))
-        told: list[Any] = [found]
+                temperatures = [self.engine.sampling_temperature(params) for _, params in asked.values()]
+                told = [list(zip(_sample(self.engine, list(asked.values())), temperatures, strict=True))]
         from torch import distributed
 
         distributed.broadcast_object_list(told, src=0, group=self._group)
-        return [replace(completion, weights_version=version) for completion in told[0][self._rank]]
+        found, self._temperature = told[0][self._rank]
+        return [replace(completion, weights_version=version) for completion in found]
+
+    def sampling_temperature(self, params: Any) -> float | None:
+        """The temperature that `logprobs` of this rank's last `generate` have in them, by the engine of rank 0."""
+        return self._temperature
 
     def gather(self, value: T) -> list[T]:
         """All-gather `value` over the ranks (a collective); see `in_all_ranks`."""

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,6 +51,23 @@ class Counted:
         return call
 
 
+class Tepid(type(make_engine())):
+    """Samples at no temperature below 0.5, as vLLM at none below 0.01."""
+
+    @classmethod
+    def made(cls):
+        engine = make_engine()
+        engine.__class__ = cls
+        return engine
+
+    def sampling_temperature(self, params):
+        found = super().sampling_temperature(params)
+        return None if found is None else max(found, 0.5)
+
+    def generate(self, prompts, params, **how):
+        return super().generate(prompts, replace(params, temperature=self.sampling_temperature(params)), **how)
+
+
 @pytest.fixture
 def engines(monkeypatch):
     return [Counted(make_engine(), monkeypatch) for _ in range(3)]
@@ -90,6 +108,20 @@ def test_a_publication_reaches_all_and_prompts_are_spread_and_answered_as_by_one
         trained(rt)
     assert len({thread for counted in engines for thread in counted.threads}) > 1
     assert "3 engines: transformers in this process" in str(rt.report())
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_log_probabilities_are_compared_at_the_temperature_that_the_engines_sample_at(alike):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    rt = colo.share([Tepid.made(), Tepid.made() if alike else make_engine()], model, adamw(model.parameters()))
+    rt.generate(PROMPTS, max_tokens=4, temperature=0.1)
+    with rt.train():
+        found = rt.trace.metrics.get("mismatch_sampled")
+        assert found[-1] < 1e-5 if alike else found is None
+    rt.generate(PROMPTS, max_tokens=4)
+    with rt.train():
+        assert rt.trace.metrics["mismatch_sampled"][-1] < 1e-5
+    rt.close()
 
 
 def test_seeds_draw_the_same_whoever_draws_them(rt, engines):

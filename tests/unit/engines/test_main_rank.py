@@ -15,6 +15,7 @@ from colo.engines.main_rank import MainRankEngine
 from colo.errors import BudgetError, ColoError
 from colo.phases.phase import Phase
 from tests.runtimes import PROMPTS, adamw, make_engine, qwen3, train_step
+from tests.unit.engines.test_fleet import Tepid
 from tests.unit.runtime.test_carried import recomputed
 
 GREEDY = {"max_tokens": 6, "temperature": 0}
@@ -98,6 +99,21 @@ def test_seeds_draw_what_they_draw_alone_and_a_rank_without_prompts_calls_too(bo
     fleet.commit(0)
     found = fleet.generate(PROMPTS, SamplingParams(max_tokens=8, n=2, seed=5))
     assert first[0] == [c.token_ids for c in found]
+
+
+def test_log_probabilities_are_compared_at_the_temperature_that_the_engine_samples_at(both):
+    def of_rank(rank):
+        rt, _ = shared(rank, engine=Tepid.made)
+        gaps = []
+        for temperature in (0.1, 1.0 + rank):
+            rt.generate(PROMPTS, max_tokens=4, temperature=temperature)
+            with rt.train():
+                gaps.append(rt.trace.metrics["mismatch_sampled"][-1])
+        rt.close()
+        return gaps
+
+    for cold, warm in both(of_rank):
+        assert max(cold, warm) < 1e-5
 
 
 def test_what_fails_on_the_first_rank_fails_on_all_and_the_next_call_goes_on(both):
