@@ -280,6 +280,27 @@ def test_a_resumed_run_in_bf16_is_bit_equal(make, tmp_path):
     assert_same(trained(again.model), trained(straight.model))
 
 
+def test_a_trainer_that_resumes_after_an_error_ends_with_the_same_bits(make, tmp_path):
+    def reward(completions, **_):
+        if trainer.state.global_step == 1 and not raised:
+            raised.append(True)
+            raise RuntimeError("this reward is broken")
+        return digits(completions)
+
+    raised = [True]
+    given = {"reward": reward, "seeded": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    trainer = make(folder=tmp_path / "a", **given)
+    trainer.train()
+    expected, rewards = trained(trainer.model), logged(trainer)
+    raised.clear()
+    trainer = make(folder=tmp_path / "b", **given)
+    with pytest.raises(RuntimeError, match="this reward is broken"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert logged(trainer) == rewards
+    assert_same(trained(trainer.model), expected)
+
+
 # ---- rewards and rollouts of the user's -----------------------------------------------------------------------------
 
 
