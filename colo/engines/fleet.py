@@ -25,6 +25,7 @@ import torch
 from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParams
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.sampling import check_seeds, row_seed
+from colo.engines.server import ServerEngine
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.log import logger
 from colo.memory.uninterrupted import end_wait
@@ -118,6 +119,9 @@ class Fleet(EngineBase):
 
         Raises: `PhaseError` when none is lost; what the last of them raises if none could be.
         """
+        for engine in self.engines:
+            if isinstance(engine, ServerEngine):
+                engine.look()
         present = self.present()
         lost = [member for member in self._members if member not in present]
         if not lost:

@@ -24,7 +24,7 @@ from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParam
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.fleet import Fleet
 from colo.engines.sampling import check_seeds, row_seed
-from colo.errors import EngineLost, PhaseError, Unsupported
+from colo.errors import EngineLost, Unsupported
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Residency, Segment
 from colo.weights.ranks import RankGroup
 from colo.weights.transports.remote import NoEngine, SliceTaker, TakesSlices
@@ -220,9 +220,7 @@ class MainRankEngine(EngineBase):
         return list(self.ranks.gather(value).values())
 
     def recover(self) -> None:
-        """Take the engine up again, on rank 0. Raises: `PhaseError` unless it is lost; what the engine raises."""
-        if self.state is not EngineState.LOST:
-            raise PhaseError("the engine is not lost: nothing to recover")
+        """Take the engine up again, on rank 0. Raises: what the engine raises, `PhaseError` unless it is lost."""
         for engine in self.engines:
             if not isinstance(engine, Recovers):
                 raise Unsupported(f"the {engine.name} engine cannot be started again from here")

@@ -24,7 +24,7 @@ from colo.engines.http import Body, HttpClient, Refused, Silent, asking
 from colo.engines.layout import empty_model
 from colo.engines.sampling import check_seeds
 from colo.engines.text import check_count, check_prompts
-from colo.errors import BudgetError, EngineLost, PhaseError, TransferError, Unsupported
+from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.memory.specs import TensorSpec
 from colo.phases.phase import Done, Move, Residency, check_move
@@ -279,11 +279,22 @@ class ServerEngine(EngineBase, Generic[F]):
         """Refuse. Raises: `Unsupported`."""
         raise Unsupported("the memory of a server's weights cannot be shared: they are copied")
 
+    def look(self) -> None:
+        """Find out by asking whether the server has ended, or another has taken its place: the engine is lost then."""
+        if self._status.lost is None:
+            self._status.require_open("recover")
+            with suppress(EngineLost):
+                try:
+                    self._check_server()
+                except (StaleWeights, TransferError) as error:
+                    self._status.lose(str(error))
+
     def recover(self) -> None:
         """Take up the server's address again; it is poisoned then. `PhaseError` unless it is lost.
 
         Raises: `EngineLost` while nothing answers there; `Unsupported` as `colo.connect`.
         """
+        self.look()
         lost = self._status.lost
         if lost is None:
             raise PhaseError("the engine is not lost: nothing to recover")
@@ -312,6 +323,10 @@ class ServerEngine(EngineBase, Generic[F]):
     @abstractmethod
     def _meet(self) -> None:
         """Set `_facts`, `_layout` and `_segments` by what the server says of itself now."""
+
+    @abstractmethod
+    def _check_server(self) -> None:
+        """Raise `StaleWeights`, and poison, unless the server is the one that was published to last."""
 
     @abstractmethod
     def _check_sampling(self, params: SamplingParams) -> None:

@@ -9,7 +9,7 @@ from torch.optim import AdamW
 
 import colo
 from colo.engine import EngineState
-from colo.errors import EngineLost, StaleWeights, TransferError
+from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError
 from tests.integration.servers import fails, kill, stop, train_step, truncated
 
 PROMPTS = [[(7 * i + j * j) % 100 for j in range(20)] for i in range(4)]
@@ -120,6 +120,18 @@ class ServerFaults:
         served.start()
         rt.recover()
         self.assert_heals(rt, served, mismatch)
+
+    def test_a_server_that_was_seen_to_end_recovers_although_nothing_has_asked_it_since(self, rt, served, mismatch):
+        self.assert_heals(rt, served, mismatch)
+        with pytest.raises(PhaseError, match="the engine is not lost: nothing to recover"):
+            rt.recover()
+        served.server.end()
+        with pytest.raises(EngineLost, match="no server answers at"):
+            rt.recover()
+        for _ in range(2):  # and one that has been started again already
+            served.start()
+            rt.recover()
+            self.assert_heals(rt, served, mismatch)
 
     def test_a_weight_that_makes_logits_that_are_not_numbers_is_named(self, rt, served, mismatch):
         weight = rt.model.model.layers[1].mlp.down_proj.weight

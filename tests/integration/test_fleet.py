@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import colo
 from colo.config import RuntimeConfig
 from colo.engines.vllm.client.engine import VLLMEngine
+from colo.errors import EngineLost, PhaseError
 from colo.runtime import carried
 from colo.units import MIB
 from tests.integration.conftest import LLM_OPTIONS
@@ -42,11 +43,16 @@ def checkpoint(tmp_path_factory, randomize, tiny):
 
 
 @pytest.fixture(scope="module")
-def sglang(checkpoint, tmp_path_factory):
-    server = Server(checkpoint, tmp_path_factory.mktemp("sglang"))
+def server(checkpoint, tmp_path_factory):
+    started = Server(checkpoint, tmp_path_factory.mktemp("sglang"))
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def sglang(server, tmp_path_factory):
     folder = colo.WeightsFolder(tmp_path_factory.mktemp("weights"))
-    yield colo.connect(server.url, device="cpu", deadline_s=120, through=folder)
-    server.end()
+    return colo.connect(server.url, device="cpu", deadline_s=120, through=folder)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,7 @@ def vllm(checkpoint):
 
 
 def test_both_sample_from_every_version_and_one_that_is_killed_is_replaced(
-    sglang, vllm, checkpoint, randomize, mismatch, monkeypatch
+    server, sglang, vllm, checkpoint, randomize, mismatch, monkeypatch
 ):
     model = randomize(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
     rt = colo.share([sglang, vllm], model, AdamW(model.parameters(), lr=1e-2), config=RuntimeConfig())
@@ -110,4 +116,11 @@ def test_both_sample_from_every_version_and_one_that_is_killed_is_replaced(
     assert rt.engine.out == {} and all(asked[engine] > before[engine] for engine in asked)
     assert {c.weights_version for c in found} == {4}
     assert mismatch(rt.model, [replace(c, prompt_token_ids=tuple(c.prompt_token_ids)) for c in found]) < CLOSE
+
+    with pytest.raises(PhaseError, match="no engine of the fleet is lost: nothing to recover"):
+        rt.engine.recover()
+    server.end()
+    with pytest.raises(EngineLost, match="no server answers at"):
+        rt.engine.recover()
+    assert set(rt.engine.out) == {sglang}
     rt.close()

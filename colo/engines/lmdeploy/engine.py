@@ -118,7 +118,7 @@ class LMDeployEngine(ServerEngine[LMDeployFacts]):
             finally:  # the server has forgotten the handle, and the trainer's turn comes next
                 self._payloads.forget()
                 self._slab.close()
-        self._check_process()
+        self._check_server()
         self._dropped = False
         self._wake_up()
 
@@ -228,7 +228,7 @@ class LMDeployEngine(ServerEngine[LMDeployFacts]):
             return "logprobs_mode" not in str(error)
         return True
 
-    def _check_process(self) -> None:
+    def _check_server(self) -> None:
         """Raise `StaleWeights`, and poison, unless the server is the process that the last publication began with."""
         if self._started() != self._facts.started:
             cause = "the server has been started again since weights were published to it"
@@ -256,7 +256,7 @@ class LMDeployEngine(ServerEngine[LMDeployFacts]):
         path = "/generate" if params.seed is None else "/v1/chat/completions"
         bodies = [self._body(prompts[p], params, p, s) for p, s in rows]
         answers = self._ask_all(path, bodies, self._on_refusal)
-        self._check_process()
+        self._check_server()
         return answers
 
     def _body(self, prompt: tuple[int, ...], params: SamplingParams, index: int, sample: int) -> Body:
@@ -275,7 +275,7 @@ class LMDeployEngine(ServerEngine[LMDeployFacts]):
         return body | chat | {"max_completion_tokens": limit, "seed": seed, "min_new_tokens": 0}
 
     def _on_refusal(self, error: Refused) -> None:
-        self._check_process()  # first: another server may be there
+        self._check_server()  # first: another server may be there
         if "logprobs_mode" in str(error):
             raise Unsupported(f"this LMDeploy server gives no log-probabilities: start it with {LOGPROBS_FLAG}")
         if str(error) == httpx.codes.get_reason_phrase(

@@ -168,7 +168,7 @@ class SGLangEngine(ServerEngine[Facts]):
         finally:
             self._slab.close()  # the trainer's turn comes next, and a slab that is exported for ever cannot be freed
         expected.check(self._attested)
-        self._check_label()
+        self._check_server()
 
     def _tell_all(self, requests: Iterable[tuple[str, Body]]) -> None:
         for path, body in requests:
@@ -292,7 +292,7 @@ class SGLangEngine(ServerEngine[Facts]):
             "started again, or another trainer has published to it"
         )
 
-    def _check_label(self) -> None:
+    def _check_server(self) -> None:
         """Raise `StaleWeights`, and poison, unless the server still has the label of the last publication."""
         if not self._is_ours(label := self._label_now()):
             self.poison(self._not_ours(label))
@@ -366,7 +366,7 @@ class SGLangEngine(ServerEngine[Facts]):
             bodies.append({"input_ids": ids, "sampling_params": settings[part]} | common)
 
         def on_refusal(error: Refused) -> None:
-            self._check_label()  # first: another server may be there, which knows no adapter of ours
+            self._check_server()  # first: another server may be there, which knows no adapter of ours
             if adapter is not None and "LoRA" in str(error):
                 self.poison(f"the server has forgotten its adapter: {error}")
                 raise StaleWeights(f"the server has forgotten the adapter {adapter!r}: {error}") from error

@@ -12,7 +12,7 @@ import colo
 from colo.engine import EngineState, SamplingParams
 from colo.engines.fleet import Fleet
 from colo.engines.main_rank import MainRankEngine
-from colo.errors import BudgetError, ColoError
+from colo.errors import BudgetError, ColoError, PhaseError
 from colo.phases.phase import Phase
 from tests.runtimes import PROMPTS, adamw, make_engine, qwen3, train_step
 from tests.unit.engines.test_fleet import Tepid
@@ -154,6 +154,8 @@ def test_a_lost_engine_is_lost_to_all_and_recovered_by_all(both):
         died = False
 
         def recover(self):
+            if self.state is not EngineState.LOST:
+                raise PhaseError("the engine is not lost: nothing to recover")
             self._status.revive()
 
         def generate(self, *given, **named):
