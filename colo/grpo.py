@@ -149,7 +149,6 @@ def train(
     longest = 0
     for rows, name in ((dataset, run.dataset_name), (evaluation, run.eval_dataset_name or run.dataset_test_split)):
         if rows is not None:
-            check_columns(rewards, rows)
             tokens = check_rows(
                 rows,
                 name,
@@ -158,6 +157,7 @@ def train(
                 trust_remote_code=any(getattr(each, "trust_remote_code", False) for each in (args, model)),
             )
             longest = max(longest, tokens)
+            check_columns(rewards, rows)
     _check_batch(args, dataset)
     if args.colo_engine == "vllm" and args.vllm_max_model_length is None and longest:
         most = positions_of(AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)).count
@@ -445,6 +445,8 @@ def check_rows(rows: Any, name: str, model: str, *, revision: str = "main", trus
         try:
             if isinstance(prompt, Mapping):
                 raise ValueError("prompt 0 is a single message: give a list of messages")
+            if isinstance(prompt, int):
+                raise ValueError(f"prompt 0 is neither a text nor a list of messages, but {prompt}")
             (token_ids,) = encode_prompts([_messages(prompt)], tokenizer)
             check_prompts([token_ids], vocab_size, num_positions)
         except (TypeError, ValueError, Unsupported) as error:

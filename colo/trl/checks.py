@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import nn
 
 from colo import unsloth
@@ -278,9 +279,11 @@ def check_columns(
 ) -> None:
     """Raise `ValueError` for columns that TRL or a reward function asks for and a dataset does not have.
 
+    Also for a first prompt that TRL could not tokenize: its own error comes with the first step.
     A dataset that does not know its columns, such as a stream, is not checked. `evaluation` may be several, by name.
     A `rollout_func` may return what rewards take, and `environments` have prompts of their own.
     """
+    own_prompts = rollout_func is not None or environments is not None
     rewards = [] if rollout_func is not None else rewards
     others = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
     for dataset, name in ((train, "the dataset"), *((o, f"eval_dataset {n}".rstrip()) for n, o in others.items())):
@@ -288,6 +291,8 @@ def check_columns(
         if isinstance(columns, (list, tuple)):
             has = f"{name} has {', '.join(columns) or 'no columns'}"
             _check_columns(rewards, columns, has, needs_prompt=environments is None)
+            if not own_prompts and isinstance(dataset, Dataset) and len(dataset):
+                _check_prompt(dataset[0]["prompt"], name)
 
 
 def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, needs_prompt: bool) -> None:
@@ -308,6 +313,15 @@ def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, 
             raise ValueError(
                 f"reward {name!r} takes {', '.join(lacking)}, and {has}: add the column, or give it a default"
             )
+
+
+def _check_prompt(prompt: Any, name: str) -> None:
+    is_conversation = isinstance(prompt, list) and prompt and all(isinstance(part, Mapping) for part in prompt)
+    if not isinstance(prompt, str) and not is_conversation:
+        raise ValueError(
+            f"the first prompt of {name} is {prompt!r:.80}, and TRL takes texts or lists of messages: map the column "
+            "to those, token ids with the tokenizer's decode"
+        )
 
 
 def is_awaited(reward: Any) -> bool:

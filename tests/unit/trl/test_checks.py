@@ -360,6 +360,17 @@ def test_a_column_that_is_missing_is_named(dataset, words):
         check_columns([answered], dataset)
 
 
+@pytest.mark.parametrize("prompt", [1, None, 1.5, True, [1, 2], ["1+", "2="], []], ids=str)
+def test_prompts_that_trl_cannot_tokenize_are_refused_before_anything_starts(make, prompt, tmp_path):
+    rows = Dataset.from_dict({"prompt": [prompt] * 8})
+    with pytest.raises(ValueError, match=r"the first prompt of the dataset is .*, and TRL takes texts or lists"):
+        make(dataset=rows, kind=ColoGRPOTrainer, config=ColoGRPOConfig, model=str(tmp_path / "not read"), **FLAG)
+    with pytest.raises(ValueError, match="the first prompt of eval_dataset is "):
+        check_columns([], sums(), rows)
+    check_columns([], rows, rollout_func=answered)
+    check_columns([], Dataset.from_dict({"prompt": [[{"role": "user", "content": "1+2="}]]}))
+
+
 def test_columns_that_a_rollout_may_return_are_not_missed(make, attach, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
