@@ -197,7 +197,9 @@ def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:
         more = () if more is None else SamplingParams(stop_token_ids=more).stop_token_ids
         sampling["stop_token_ids"] = [*dict.fromkeys(token for token in (*ends, *more) if token is not None)]
     if args.vllm_structured_outputs_regex is not None:
-        sampling["structured_outputs"] = _structured_outputs(rt, args.vllm_structured_outputs_regex)
+        if rt.engine.name != "vllm":
+            raise Unsupported("vllm_structured_outputs_regex needs vLLM: attach with engine='vllm', or leave it out")
+        given["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}  # before another, as with TRL
     return sampling | given
 
 
@@ -276,15 +278,6 @@ def _context_of(trainer: Any, rt: Runtime) -> int:
     llm = getattr(rt.engine, "llm", None)
     found = llm.llm_engine.model_config.max_model_len if llm is not None else positions_of(trainer.model.config).count
     return min(limit for limit in (found, trainer.args.vllm_max_model_length, sys.maxsize) if limit)
-
-
-def _structured_outputs(rt: Runtime, regex: str) -> Any:
-    """vLLM's option for completions that match `regex`. Raises: `Unsupported` for another engine."""
-    if rt.engine.name != "vllm":
-        raise Unsupported("vllm_structured_outputs_regex needs vLLM: attach with engine='vllm', or leave it out")
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return StructuredOutputsParams(regex=regex)
 
 
 def _warn_of_sampling(trainer: Any, sampling: Mapping[str, Any], engine: Engine, *, seeded: bool) -> None:

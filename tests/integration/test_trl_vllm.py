@@ -185,18 +185,21 @@ def test_words_that_are_forbidden_are_not_sampled(attached):
 
 
 @pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated:DeprecationWarning")  # vLLM passes it to xgrammar
-def test_completions_match_what_structured_outputs_ask_for(attached):
-    seen = []
+@pytest.mark.parametrize("way", ["mapping", "regex before mapping"])
+def test_completions_match_what_structured_outputs_ask_for(attached, way):
+    seen, regex = [], "[0-3][+][4-7]"
+    asked = {"generation_kwargs": {"structured_outputs": {"regex": regex if way == "mapping" else "[8-9]"}}}
+    asked |= {} if way == "mapping" else {"vllm_structured_outputs_regex": regex}
 
     def reward(completions, **_):
         seen.extend(completions)
         return digits(completions)
 
     with pytest.warns(UserWarning, match="sampling with structured_outputs changes which tokens are likely"):
-        trainer = attached(reward=reward, vllm_structured_outputs_regex="[0-3][+][4-7]", max_completion_length=8)
+        trainer = attached(reward=reward, max_completion_length=8, **asked)
     trainer.train()
     assert len(seen) == 2 * 16
-    assert all(re.fullmatch("[0-3][+][4-7];?", text) for text in seen)
+    assert all(re.fullmatch(f"{regex};?", text) for text in seen)
     assert len(set(seen)) > 1
 
 

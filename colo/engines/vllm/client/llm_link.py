@@ -384,14 +384,17 @@ def _abort(core: Any, states: Mapping[str, Any]) -> None:
 def sampling_params(params: Any, sampling: Mapping[str, Any]) -> Any:
     """vLLM's `SamplingParams` from options by name; colo's and vLLM's own stay what they are.
 
-    Options that change nothing may be any that other engines have. Texts are decoded by colo, when they are read, where
-    no option asks for more than the tokens' own.
+    Options that change nothing may be any that other engines have, and structured outputs a mapping, as in a config.
+    Texts are decoded by colo, when they are read, where no option asks for more than the tokens' own.
     Raises: `Unsupported` for parameters of another kind, such as a list, and for `prompt_logprobs`.
     """
     from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     if params is None:
         options = without_neutral(sampling, VLLMSamplingParams.__struct_fields__)
+        if isinstance(among := options.get("structured_outputs"), Mapping):
+            options["structured_outputs"] = StructuredOutputsParams(**among)
         given = _checked(VLLMSamplingParams(**options))
         if not options.keys() & _OF_TEXT and not given.stop:
             given.detokenize = False

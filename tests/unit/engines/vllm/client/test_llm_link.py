@@ -203,6 +203,12 @@ def test_options_that_change_nothing_may_be_others_than_vllms(vllm):
     assert sampling_params(None, {"repetition_penalty": 1.5}).repetition_penalty == 1.5
 
 
+def test_structured_outputs_may_be_a_mapping_as_a_config_has_them(vllm):
+    own = vllm.sampling_params.StructuredOutputsParams(regex="[0-9]")
+    for given in (own, {"regex": "[0-9]"}):
+        assert sampling_params(None, {"structured_outputs": given}).structured_outputs == own
+
+
 def test_a_list_of_seeds_has_one_for_each_prompt_and_a_single_one_by_name_is_vllms(vllm):
     assert [p.seed for p in for_prompts(SamplingParams(seed=5), 2)] == [row_seed(5, 0, 0), row_seed(5, 1, 0)]
     for params in (SamplingParams(seed=[7, 9]), sampling_params(None, {"seed": [7, 9]})):
