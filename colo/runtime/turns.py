@@ -401,16 +401,18 @@ class Turns:
                 self._scheduler.require(TRAINER_GRADIENTS)
 
     def _enter_train(self) -> None:
-        with self._trace.span("switch to train", category="switch", phase=Phase.TRAIN):
-            self._look_again()
-            with self._source.ranks.fail_together("entering a training phase"):
-                self._pause()
-                # the engine pauses before its KV cache is taken from it
-                self._scheduler.enter(Phase.TRAIN)
-                self._bring_gradients()
-        # before the comparison, whose activations belong to the phase
-        self._session.begin_training()
         try:
+            with self._trace.span("switch to train", category="switch", phase=Phase.TRAIN):
+                self._look_again()
+                with self._source.ranks.fail_together("entering a training phase"):
+                    self._pause()
+                    # the engine pauses before its KV cache is taken from it
+                    self._scheduler.enter(Phase.TRAIN)
+                    # those that a rollout parked will be added to, clipped, read or zeroed
+                    if self._session.has_parked_gradients:
+                        self._scheduler.require(TRAINER_GRADIENTS)
+            # before the comparison, whose activations belong to the phase
+            self._session.begin_training()
             self._measure_mismatch()
         except BaseException:
             self.be_idle()
@@ -420,16 +422,6 @@ class Turns:
         self._session.look_again(parameters=parameters)
         for parked in self.parked:
             parked.look()
-
-    def _bring_gradients(self) -> None:
-        """Bring gradients that a rollout parked: they will be added to, clipped, read or zeroed."""
-        if not self._session.has_parked_gradients:
-            return
-        try:
-            self._scheduler.require(TRAINER_GRADIENTS)
-        except BaseException:
-            self._scheduler.enter(Phase.IDLE)
-            raise
 
     def _leave_train(self) -> None:
         with self._trace.span("switch from train", category="switch", phase=Phase.TRAIN):

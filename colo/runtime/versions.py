@@ -69,20 +69,20 @@ class WeightVersions:
     def publish(self) -> None:
         """Make the present version the engine's, in a phase of its own. Raises: as `Publisher.publish`."""
         trace = self._scheduler.trace
-        with self._ranks.fail_together("making room to publish"):
-            if self.publisher.replaces_everything:
-                self._scheduler.plan(Phase.SYNC)  # refuse while nothing has changed
-                # A wake maps memory and then copies, which nothing can hide: a copy of old weights is not worth it.
-                self._scheduler.forget(ENGINE_WEIGHTS)
-            # a phase of its own: a copy may need room that neither rollout nor training leaves
-            self._scheduler.enter(Phase.SYNC)
         try:
+            with self._ranks.fail_together("making room to publish"):
+                if self.publisher.replaces_everything:
+                    self._scheduler.plan(Phase.SYNC)  # refuse while nothing has changed
+                    # A wake maps memory and then copies, which nothing can hide: a copy of old weights is not worth it.
+                    self._scheduler.forget(ENGINE_WEIGHTS)
+                # a phase of its own: a copy may need room that neither rollout nor training leaves
+                self._scheduler.enter(Phase.SYNC)
             with trace.span(Phase.SYNC, category="phase", phase=Phase.SYNC, resource="device"):
                 self.publisher.publish()
         finally:
             # also after a failed transfer: the engine is poisoned by then, and memory must not stay as the transfer had
             # it
-            self._scheduler.enter(Phase.IDLE)
+            self._be_idle()
 
     def recover(self) -> None:
         """Start a lost engine again and publish to it; every rank of a sharded model calls. See `Runtime.recover`."""
@@ -124,14 +124,17 @@ class WeightVersions:
         """Compare the engine's weights with the trainer's; those that are away come back first."""
         is_away = self._scheduler.segments[ENGINE_WEIGHTS].residency in (Residency.OFFLOADED, Residency.DISCARDED)
         takes_memory = is_away or self._transport.working_bytes > 0
-        with self._ranks.fail_together("making room to compare weights"):
-            # memory is asked for only if it is needed: a comparison in place moves nothing
-            if takes_memory:
-                self._scheduler.enter(Phase.SYNC)
         try:
+            with self._ranks.fail_together("making room to compare weights"):
+                # memory is asked for only if it is needed: a comparison in place moves nothing
+                if takes_memory:
+                    self._scheduler.enter(Phase.SYNC)
             return self._transport.is_current() and not self._ranks.any(
                 not self.publisher.has_adapter(), "comparing weights"
             )
         finally:
-            if takes_memory:
-                self._scheduler.enter(Phase.IDLE)
+            self._be_idle()
+
+    def _be_idle(self) -> None:
+        if self._scheduler.phase is not Phase.IDLE:  # another rank may have refused what this one has entered
+            self._scheduler.enter(Phase.IDLE)

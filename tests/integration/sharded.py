@@ -141,7 +141,7 @@ def snapshot(rt, optimizer):
 
 def failures(rt, twin, rank):
     """What both ranks say of what has failed in the second one, and that the next rollout mends it."""
-    found = []
+    found, phases = [], []
     pack, names_of = exchange._pack, slices.SlicesTransport._names_of
     plan, require = rt.scheduler.plan, rt.scheduler.enter
     left = 2
@@ -170,6 +170,7 @@ def failures(rt, twin, rank):
         rt.scheduler.plan = refuse
     found.append(failure(lambda: rt.generate([[1, 2]], **GREEDY)))
     rt.scheduler.plan = plan
+    phases.append(rt.phase)
     found.append(gap(twin, rt.generate([[1, 2]], **GREEDY)))
     rt.optimizer.step()
     if rank:
@@ -181,11 +182,12 @@ def failures(rt, twin, rank):
         rt.scheduler.enter = refuse
     found.append(failure(train))
     rt.scheduler.enter = require
+    phases.append(rt.phase)
     train()
     if rank:
         rt.engine.poison("rank 1 has lost it")
     found.append(gap(twin, rt.generate([[1, 2]], **GREEDY)))
-    return found
+    return found, phases
 
 
 @torch.no_grad()
@@ -232,7 +234,7 @@ def main(results):
     found["snapshot"] = snapshot(rt, optimizer)
     step(rt, twin, optimizer)
     found["same"].append(is_same(rt.model.parameters(), twin.parameters()))
-    found["failures"] = failures(rt, twin, rank)
+    found["failures"], found["phases"] = failures(rt, twin, rank)
     found["writes"] = writes(rt, twin, rank)
     rt.close()
     Path(results, f"{rank}.json").write_text(json.dumps(found))

@@ -81,6 +81,7 @@ def test_what_fails_in_one_rank_fails_in_both_and_is_mended_by_the_next_rollout(
         assert here == f"TransferError: {operation} failed on rank 1: {there}"
     for found in ranks:
         assert max(found["failures"][1::2]) < CLOSE
+        assert found["phases"] == ["idle"] * 2, "no phase is entered that another rank has refused"
 
 
 def test_a_write_to_what_lies_in_one_rank_reaches_both_engines(ranks):

@@ -12,7 +12,7 @@ from torch import nn
 
 from colo.config import RuntimeConfig
 from colo.engine import EngineState
-from colo.errors import BudgetError, StaleWeights
+from colo.errors import BudgetError, StaleWeights, TransferError
 from colo.phases.phase import Phase, Residency
 from colo.phases.scheduler import Budget, Scheduler
 from colo.runtime.versions import WeightVersions
@@ -25,6 +25,7 @@ class Ranks:
     def __init__(self, *, is_alone):
         self.is_alone = is_alone
         self.elsewhere = False
+        self.fails_at = ""  # an operation that another rank refuses
 
     def any(self, flag, at=""):
         return flag or self.elsewhere
@@ -32,6 +33,8 @@ class Ranks:
     @contextmanager
     def fail_together(self, operation):
         yield
+        if operation == self.fails_at:
+            raise TransferError(f"{operation} failed on rank 1")
 
 
 class Publisher:
@@ -216,6 +219,16 @@ def test_publishing_is_a_phase_of_its_own_that_ends_also_when_it_fails():
     with pytest.raises(StaleWeights, match="tested"):
         parts.versions.publish()
     assert parts.scheduler.phase is Phase.IDLE
+
+
+def test_a_phase_that_another_rank_refuses_is_left_again():
+    parts = Parts(is_alone=False, working_bytes=1)
+    calls = {"publish": parts.versions.publish, "compare weights": parts.versions.notice_and_compare}
+    for what, call in calls.items():
+        parts.ranks.fails_at = f"making room to {what}"
+        with pytest.raises(TransferError, match=what):
+            call()
+        assert parts.scheduler.phase is Phase.IDLE and parts.told == []
 
 
 @pytest.mark.parametrize("replaces_everything", [False, True])
