@@ -88,7 +88,7 @@ def _prompts(rt: Runtime) -> list[list[int]]:
 def _is_refused(rt: Runtime, prompt: Sequence[int], **sampling: Any) -> bool:
     try:
         rt.generate([prompt], max_tokens=1, **sampling)
-    except Unsupported:
+    except (Unsupported, ValueError):  # the second is what `EngineBase` raises
         return True
     return False
 

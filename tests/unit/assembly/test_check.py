@@ -31,11 +31,12 @@ class Deaf(TorchEngine):
 
     ignored: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    refusal = Unsupported
 
     def sampling_params(self, params, **options):
         for name in self.refused:
             if name in options:
-                raise Unsupported(f"no {name}")
+                raise self.refusal(f"no {name}")
         return super().sampling_params(params, **{k: v for k, v in options.items() if k not in self.ignored})
 
 
@@ -117,11 +118,12 @@ def test_tokens_that_are_equally_likely_may_be_drawn_by_a_filter_that_leaves_the
         colo.check(rt)
 
 
-def test_a_filter_that_the_engine_refuses_is_not_among_those_it_honours():
-    with deaf(refused=("top_p", "min_p")) as rt:
+@pytest.mark.parametrize("refusal", [Unsupported, ValueError])
+def test_a_filter_that_the_engine_refuses_is_not_among_those_it_honours(refusal):
+    with deaf(refused=("top_p", "min_p"), refusal=refusal) as rt:
         found = colo.check(rt)
         assert "top_k" in found.options and not {"top_p", "min_p"} & set(found.options)
-        with pytest.raises(Unsupported, match="no top_p"):
+        with pytest.raises(refusal, match="no top_p"):
             colo.check(rt, sampling={"top_p": 0.9})
 
 
