@@ -56,7 +56,8 @@ class ColoOptions:
         default=None, metadata={"help": "Options of `vllm.LLM` by name, and `own_process`; as JSON on a command line."}
     )
     colo_kv_cache_bytes: str | None = field(
-        default=None, metadata={"help": "Size of the KV cache, such as 4GiB; by default what fits beside the weights."}
+        default=None,
+        metadata={"help": "Size of the KV cache, such as 4GiB; by default 64 sequences of 4,096 tokens, if they fit."},
     )
     colo_offload: str = field(
         default="auto", metadata={"help": "When trainer state leaves for a rollout: `auto`, `always` or `never`."}
