@@ -197,8 +197,8 @@ class Completion:
 
     text: _Text = _Text()
     """The engine's own text, which ends before a stop string, or else the tokens decoded by the runtime's tokenizer
-    without special ones; `None` where neither has a tokenizer. What decodes it may be given in its place, and is called
-    when the text is first read."""
+    without the stop token and special ones; `None` where neither has a tokenizer. What decodes it may be given in its
+    place, and is called when the text is first read."""
 
     output: Any = None
     """The engine's own object for this sample, where it has one (`vllm.CompletionOutput`, whose own text is empty where

@@ -62,7 +62,10 @@ def with_text(completion: Completion, tokenizer: Any) -> Completion:
     """The completion with the text that the tokenizer decodes when it is read, where the engine has given none."""
     if tokenizer is None:
         return completion
-    return completion.with_text(partial(_decoded, tokenizer, completion.token_ids))
+    token_ids = completion.token_ids
+    if completion.finish_reason == "stop":
+        token_ids = token_ids[:-1]  # the stop token, of which vLLM shows nothing
+    return completion.with_text(partial(_decoded, tokenizer, token_ids))
 
 
 def _decoded(tokenizer: Any, token_ids: tuple[int, ...]) -> str:

@@ -86,6 +86,12 @@ def test_text_is_added_where_there_is_a_tokenizer():
     assert with_text(completion((8, 12)), None).text is None
 
 
+def test_a_text_ends_before_the_stop_token_which_need_be_no_special_one():
+    stopped = completion((8, 9))
+    assert with_text(stopped, CharTokenizer()).text == "8"
+    assert with_text(replace(stopped, finish_reason="length"), CharTokenizer()).text == "89"
+
+
 @pytest.mark.parametrize("text", ["", "8;"])
 def test_a_text_of_the_engines_own_is_kept(text):
     assert with_text(replace(completion((8, 12)), text=text), CharTokenizer()).text == text

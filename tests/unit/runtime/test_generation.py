@@ -119,6 +119,15 @@ def test_texts_are_decoded_when_they_are_read(tmp_path):
         assert rt.tokenizer.num_decoded == 1
 
 
+def test_a_text_ends_before_a_stop_token_of_the_callers(tmp_path):
+    config = colo.RuntimeConfig(kv_cache_bytes=MIB)
+    with colo.launch(save_checkpoint(tmp_path), device="cpu", config=config, tokenizer=Counting()) as rt:
+        (first,) = rt.generate(["1+2="], temperature=0, max_tokens=1)
+        (stopped,) = rt.generate(["1+2="], temperature=0, stop_token_ids=list(first.token_ids))
+    assert (stopped.token_ids, stopped.finish_reason, stopped.text) == (first.token_ids, "stop", "")
+    assert first.text
+
+
 class Counting:
     """Counts the texts that it decodes."""
 
