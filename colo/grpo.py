@@ -72,6 +72,11 @@ class RunArguments(ScriptArguments):  # type: ignore[misc]
         default=False, metadata={"help": "Train also where another run has left checkpoints, and remove those."}
     )
 
+    def __post_init__(self) -> None:
+        for name in ("reward_funcs", "dataset_columns"):
+            if isinstance(one := getattr(self, name), str):  # in YAML, of which a list would be its letters
+                setattr(self, name, [one])
+
 
 @dataclass
 class GRPORunConfig(ColoGRPOConfig):

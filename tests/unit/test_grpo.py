@@ -210,6 +210,22 @@ def test_trls_options_reach_its_trainer_from_words_and_from_yaml(colo, place, mo
     assert found["rewards"][0].__name__ == "varied"
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("dataset_columns: prompt=text", "has no column 'text' to call 'prompt'"),
+        ("reward_funcs: nothing.py:right", "nothing.py"),
+    ],
+)
+def test_one_of_a_list_may_stand_alone_in_yaml(colo, place, unloaded, line, words):
+    Path("run.yaml").write_text(line)
+    given = arguments("--config", "run.yaml")
+    if (name := f"--{line.partition(':')[0]}") in given:
+        del given[given.index(name) : given.index(name) + 2]
+    code, _, err = colo(*given)
+    assert code == 1 and words in err
+
+
 def test_every_option_of_trls_configs_is_there(colo):
     trl = pytest.importorskip("trl", reason="trl is not installed")
     code, out, _ = colo("grpo", "--help")
