@@ -355,7 +355,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         if lacking := [i for i in with_master if not {MASTER_WEIGHT, MASTER_REMAINDER} & state[i].keys()]:
             raise ValueError(
                 f"the state of {len(lacking)} parameters, number {lacking[0]} for one, has no {MASTER_WEIGHT}: it was "
-                "saved by an optimizer without master weights"
+                "saved by an optimizer without master weights; begin anew from the weights of that checkpoint, or go "
+                "on with the model in float32, which needs none"
             )
 
     @torch.no_grad()
