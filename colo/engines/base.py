@@ -85,6 +85,9 @@ class EngineBase:
         """State by the table in colo/engine.py, as the segments have it."""
         return self._status.state
 
+    def look(self) -> None:
+        """Find out by asking whether the engine is lost; one that is told of it need not ask."""
+
     @property
     def residual_bytes(self) -> Mapping[str, int]:
         """Nothing beside the segments."""

@@ -25,7 +25,6 @@ import torch
 from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParams
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.sampling import check_seeds, row_seed
-from colo.engines.server import ServerEngine
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.log import logger
 from colo.memory.uninterrupted import end_wait
@@ -120,7 +119,7 @@ class Fleet(EngineBase):
         Raises: `PhaseError` when none is lost; what the last of them raises if none could be.
         """
         for engine in self.engines:
-            if isinstance(engine, ServerEngine):
+            if isinstance(engine, EngineBase):
                 engine.look()
         present = self.present()
         lost = [member for member in self._members if member not in present]
