@@ -486,16 +486,23 @@ class EngineRequest:
         Raises: `BudgetError` when they do not fit.
         """
         weights_bytes = beside_bytes + _weights_bytes(model, self.dtype, packed=packed)
-        left_bytes = self.capacity_bytes - weights_bytes
-        if kind == "vllm" and self.device.type == "cuda":
-            # beside the KV cache vLLM warms its sampler up, with as many sequences as it may ever run
-            from colo.engines.vllm.compat import most_sequences
-
-            vocab_size = model.config.get_text_config().vocab_size
-            left_bytes -= most_sequences(self.engine_options) * vocab_size * SAMPLER_BYTES_PER_LOGIT
-        size_bytes = self.config.kv_cache_bytes or _default_kv_bytes(model, self.dtype, left_bytes, self.device)
+        size_bytes = self.config.kv_cache_bytes
+        if not size_bytes:
+            left_bytes = self.capacity_bytes - weights_bytes - self._sampler_bytes(model, kind)
+            size_bytes = _default_kv_bytes(model, self.dtype, left_bytes, self.device)
         _admit(weights_bytes, size_bytes, self.capacity_bytes)
         return size_bytes
+
+    def _sampler_bytes(self, model: Any, kind: str) -> int:
+        """Bytes for the warm-up of vLLM's sampler beside the KV cache, with as many sequences as it may ever run."""
+        if kind != "vllm" or self.device.type != "cuda":
+            return 0
+        from colo.engines.vllm.client import start
+        from colo.engines.vllm.compat import most_sequences
+
+        start.import_apart()  # before `most_sequences` imports it
+        vocab_size: int = model.config.get_text_config().vocab_size
+        return most_sequences(self.engine_options) * vocab_size * SAMPLER_BYTES_PER_LOGIT
 
 
 def _weights_bytes(model: Any, dtype: torch.dtype, *, packed: bool) -> int:

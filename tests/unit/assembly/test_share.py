@@ -1,6 +1,7 @@
 """Engines that are started for a model which exists, and pairs of both that wait for an optimizer."""
 
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from colo.assembly.share import EngineRequest, _held_bytes
 from colo.config import RuntimeConfig
 from colo.engine import EngineState
 from colo.engines.torch import TorchEngine
+from colo.engines.vllm.client import start
 from colo.memory.offload import Mover
 from colo.planning.estimate import SAMPLER_BYTES_PER_LOGIT
 from colo.runtime import Runtime, construction, lifetime, turns
@@ -49,7 +51,9 @@ def test_an_engine_is_started_for_a_model_and_shares_its_weights():
 
 
 @pytest.mark.parametrize("max_num_seqs", [16, 256, 1024])
-def test_the_default_kv_cache_leaves_vllms_sampler_its_room(max_num_seqs):
+def test_the_default_kv_cache_leaves_vllms_sampler_its_room(max_num_seqs, monkeypatch):
+    imports = []
+    monkeypatch.setattr(start, "import_apart", lambda: imports.append("apart"))
     sizes = {"vocab_size": 151936, "num_hidden_layers": 96, "head_dim": 128, "max_position_embeddings": 4096}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(qwen3(**sizes))
@@ -60,7 +64,11 @@ def test_the_default_kv_cache_leaves_vllms_sampler_its_room(max_num_seqs):
     sampler_bytes = max_num_seqs * 151936 * SAMPLER_BYTES_PER_LOGIT
     left_bytes = 8 * GIB - weights_bytes - sampler_bytes
     assert request.kv_cache_bytes(model, "vllm") == int(0.9 * left_bytes)
+    assert imports == ["apart"], "or vLLM keeps the frames of whoever builds an engine"
     assert request.kv_cache_bytes(model, "torch") == int(0.9 * (left_bytes + sampler_bytes)), "which has no warm-up"
+    given = replace(request, config=RuntimeConfig(kv_cache_bytes=MIB))
+    assert given.kv_cache_bytes(model, "vllm") == MIB
+    assert imports == ["apart"], "what is given is not computed"
 
 
 def test_an_engine_is_started_for_a_model_with_an_adapter():
