@@ -113,6 +113,11 @@ class Scheduler:
         self.sample()
         return transition
 
+    def leave(self) -> None:
+        """Go to `IDLE`, unless it is there already. Raises: as `enter`."""
+        if self.phase is not Phase.IDLE:
+            self.enter(Phase.IDLE)
+
     def anticipate(self, target: Phase, *, but_for: Container[str] = ()) -> None:
         """Start the departures that entering `target` would need, in the background; later calls wait for them.
 

@@ -226,8 +226,7 @@ class Turns:
         """Let nobody work: a step outside `train()` may have failed on its way."""
         if self.turn is Turn.STEP:
             self.turn = Turn.IDLE
-        if self._scheduler.phase is not Phase.IDLE:
-            self._scheduler.enter(Phase.IDLE)
+        self._scheduler.leave()
 
     def park(self, parked: ParkedModule) -> Transition:
         """Let a module leave for rollouts from now on; returns the plan of the next one.

@@ -81,8 +81,8 @@ class WeightVersions:
                 self.publisher.publish()
         finally:
             # also after a failed transfer: the engine is poisoned by then, and memory must not stay as the transfer had
-            # it
-            self._be_idle()
+            # it; nor as this rank has it where another one has refused
+            self._scheduler.leave()
 
     def recover(self) -> None:
         """Start a lost engine again and publish to it; every rank of a sharded model calls. See `Runtime.recover`."""
@@ -133,8 +133,4 @@ class WeightVersions:
                 not self.publisher.has_adapter(), "comparing weights"
             )
         finally:
-            self._be_idle()
-
-    def _be_idle(self) -> None:
-        if self._scheduler.phase is not Phase.IDLE:  # another rank may have refused what this one has entered
-            self._scheduler.enter(Phase.IDLE)
+            self._scheduler.leave()  # also where another rank has refused what this one has entered
