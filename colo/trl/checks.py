@@ -11,6 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,7 @@ def check_columns(
 ) -> None:
     """Raise `ValueError` for columns that TRL or a reward function asks for and a dataset does not have.
 
-    Also for a first prompt that TRL could not tokenize: its own error comes with the first step.
+    Also for a row whose prompt TRL could not tokenize: its own error comes with the step that draws it.
     A dataset that does not know its columns, such as a stream, is not checked. `evaluation` may be several, by name.
     A `rollout_func` may return what rewards take, and `environments` have prompts of their own.
     """
@@ -292,7 +293,7 @@ def check_columns(
             has = f"{name} has {', '.join(columns) or 'no columns'}"
             _check_columns(rewards, columns, has, needs_prompt=environments is None)
             if not own_prompts and isinstance(dataset, Dataset) and len(dataset):
-                _check_prompt(dataset[0]["prompt"], name)
+                _check_prompts(dataset, name)
 
 
 def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, needs_prompt: bool) -> None:
@@ -315,13 +316,33 @@ def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, 
             )
 
 
-def _check_prompt(prompt: Any, name: str) -> None:
-    is_conversation = isinstance(prompt, list) and prompt and all(isinstance(part, Mapping) for part in prompt)
-    if not isinstance(prompt, str) and not is_conversation:
-        raise ValueError(
-            f"the first prompt of {name} is {prompt!r:.80}, and TRL takes texts or lists of messages: map the column "
-            "to those, token ids with the tokenizer's decode"
-        )
+def _check_prompts(dataset: Dataset, name: str) -> None:
+    first = dataset[0]["prompt"]
+    # a million texts take two seconds, a transform of the user's any time
+    batches = [] if dataset.format["type"] == "custom" else dataset.select_columns("prompt").iter(1000)
+    rows = enumerate((prompt for batch in batches for prompt in batch["prompt"]), start=1)
+    for number, prompt in chain([(1, first)], rows):
+        kind = _kind(prompt)
+        if kind is None:
+            raise ValueError(
+                f"the prompt of row {number} of {name} is {prompt!r:.80}, and TRL takes texts or lists of messages: "
+                "map the column to those, token ids with the tokenizer's decode, or leave the row out"
+            )
+        if kind != _kind(first):
+            raise ValueError(
+                f"the prompt of row {number} of {name} is {kind}, and that of row 1 {_kind(first)}: TRL takes all of a "
+                "batch for what its first is, map the column to one of the two"
+            )
+
+
+def _kind(prompt: Any) -> str | None:
+    """Name a prompt as TRL takes it for a text or a conversation; `None` where it fails with it."""
+    if isinstance(prompt, str):
+        return "a text"
+    is_conversation = (
+        isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and "role" in m for m in prompt)
+    )
+    return "a conversation" if is_conversation else None
 
 
 def is_awaited(reward: Any) -> bool:

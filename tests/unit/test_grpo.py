@@ -388,7 +388,10 @@ def bad(colo, *given, **options):
         ([{"prompt": "1"}, {"prompt": "1" * 64}], "row 2 of sums.jsonl: its prompt has 64 tokens, the model knows 64"),
         ([{"prompt": None}], "row 1 of sums.jsonl: its prompt is neither a text nor"),
         ([{"prompt": 2}], "row 1 of sums.jsonl: its prompt is neither a text nor a list of messages, but 2"),
-        ([{"prompt": [1, 2]}], "the first prompt of the dataset is [1, 2], and TRL takes texts or lists of messages"),
+        (
+            [{"prompt": [1, 2]}],
+            "the prompt of row 1 of the dataset is [1, 2], and TRL takes texts or lists of messages",
+        ),
         ([{"prompt": {"role": "user", "content": "1"}}], "row 1 of sums.jsonl: its prompt is a single message"),
         ([{"prompt": [{"content": "1"}]}], "row 1 of sums.jsonl: message 0 of its prompt is not a mapping with 'role'"),
         (

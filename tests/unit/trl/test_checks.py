@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Json
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -360,15 +360,40 @@ def test_a_column_that_is_missing_is_named(dataset, words):
         check_columns([answered], dataset)
 
 
-@pytest.mark.parametrize("prompt", [1, None, 1.5, True, [1, 2], ["1+", "2="], []], ids=str)
+CONVERSATION = [{"role": "user", "content": "1+2="}]
+
+
+@pytest.mark.parametrize("prompt", [1, None, 1.5, True, [1, 2], ["1+", "2="], [], [{"content": "1+2="}]], ids=str)
 def test_prompts_that_trl_cannot_tokenize_are_refused_before_anything_starts(make, prompt, tmp_path):
     rows = Dataset.from_dict({"prompt": [prompt] * 8})
-    with pytest.raises(ValueError, match=r"the first prompt of the dataset is .*, and TRL takes texts or lists"):
+    with pytest.raises(ValueError, match=r"the prompt of row 1 of the dataset is .*, and TRL takes texts or lists"):
         make(dataset=rows, kind=ColoGRPOTrainer, config=ColoGRPOConfig, model=str(tmp_path / "not read"), **FLAG)
-    with pytest.raises(ValueError, match="the first prompt of eval_dataset is "):
+    with pytest.raises(ValueError, match="the prompt of row 1 of eval_dataset is "):
         check_columns([], sums(), rows)
     check_columns([], rows, rollout_func=answered)
-    check_columns([], Dataset.from_dict({"prompt": [[{"role": "user", "content": "1+2="}]]}))
+    check_columns([], Dataset.from_dict({"prompt": [CONVERSATION]}))
+
+
+@pytest.mark.parametrize(
+    ("first", "prompt", "words"),
+    [
+        ("1+2=", None, "is None, and TRL takes texts or lists"),
+        (CONVERSATION, None, "is None, and TRL takes texts or lists"),
+        (CONVERSATION, [], r"is \[\], and TRL takes texts or lists"),
+        (CONVERSATION, [None], r"is \[None\], and TRL takes texts or lists"),
+        ("1+2=", [1, 2], r"is \[1, 2\], and TRL takes texts or lists"),
+        ("1+2=", CONVERSATION, "is a conversation, and that of row 1 a text"),
+        (CONVERSATION, "1+2=", "is a text, and that of row 1 a conversation"),
+    ],
+    ids=str,
+)
+def test_a_later_prompt_that_trl_cannot_tokenize_is_refused_by_its_row(make, first, prompt, words, tmp_path):
+    features = Features({"prompt": Json()})  # a column that may have values of several types
+    rows = Dataset.from_dict({"prompt": [prompt] + [first] * 1200}, features=features).select(range(1200, -1, -1))
+    with pytest.raises(ValueError, match=f"the prompt of row 1201 of the dataset {words}"):
+        make(dataset=rows, kind=ColoGRPOTrainer, config=ColoGRPOConfig, model=str(tmp_path / "not read"), **FLAG)
+    check_columns([], rows.with_transform(lambda batch: {"prompt": ["1+2="] * len(batch["prompt"])}))
+    check_columns([], rows.to_iterable_dataset())
 
 
 def test_columns_that_a_rollout_may_return_are_not_missed(make, attach, monkeypatch):
