@@ -30,7 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
 from colo.assembly.arguments import check_path
-from colo.assembly.launch import check_config, refuse_adapted_head, tokenizer_of
+from colo.assembly.launch import check_config, refuse_adapted_head, revision_of, tokenizer_of
 from colo.engines.text import check_prompts, encode_prompts, positions_of
 from colo.errors import Unsupported
 from colo.memory.uninterrupted import uninterrupted
@@ -146,8 +146,9 @@ def train(
     # all checks come before the model is loaded, which takes minutes
     checkpoint = _check_output(run, args)
     check_args(args)
-    lora = _check_model(model, folded=args.colo_fold_adapter)
-    rewards = _rewards(run, args)
+    revision = _revision(args, model)
+    lora = _check_model(model, revision, folded=args.colo_fold_adapter)
+    rewards = _rewards(run, args, revision)
     _check_whole(run)
     dataset = _rows(run.dataset_name, run, run.dataset_train_split)
     evaluation = _evaluation(run, args)
@@ -158,19 +159,19 @@ def train(
                 rows,
                 name,
                 model.model_name_or_path,
-                revision=model.model_revision,
+                revision=revision,
                 trust_remote_code=any(getattr(each, "trust_remote_code", False) for each in (args, model)),
             )
             longest = max(longest, tokens)
             check_columns(rewards, rows)
     _check_batch(args, dataset)
     if args.colo_engine == "vllm" and args.vllm_max_model_length is None and longest:
-        most = positions_of(AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)).count
+        most = positions_of(AutoConfig.from_pretrained(model.model_name_or_path, revision=revision)).count
         needed = longest + args.max_completion_length  # a whole context would ask for a KV cache as large
         args.vllm_max_model_length = needed if most is None else min(needed, most)
-    revision = None if model.model_revision == "main" else model.model_revision
-    given = {"dtype": model.dtype, "attn_implementation": model.attn_implementation, "revision": revision}
+    given: dict[str, Any] = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
     given = {name: value for name, value in given.items() if value is not None}
+    given |= {} if revision == "main" else {"revision": revision}
     args.model_init_kwargs = given | dict(args.model_init_kwargs or {})
     tell(f"loading {model.model_name_or_path} for the engine {args.colo_engine!r}")
     whole = WholeSteps()
@@ -309,14 +310,21 @@ def _checkpoint_files(path: Path) -> list[str]:
     return sorted({file.name for pattern in _OF_A_CHECKPOINT for file in path.glob(pattern)})
 
 
-def _check_model(model: GRPOModelConfig, *, folded: bool) -> Any:
+def _revision(args: GRPORunConfig, model: GRPOModelConfig) -> str:
+    """The revision of what is loaded, a reward model too; of an engine's options where no other names one."""
+    options: Any = args.colo_engine_options or {}
+    named = {} if model.model_revision == "main" else {"revision": model.model_revision}
+    return revision_of(options | named | (args.model_init_kwargs or {}))
+
+
+def _check_model(model: GRPOModelConfig, revision: str, *, folded: bool) -> Any:
     """The adapter's config, or `None`. Raises: as `check_path`, and `Unsupported` for an adapter that cannot be."""
     check_path(model.model_name_or_path)
-    check_config(model.model_name_or_path, model.model_revision)
+    check_config(model.model_name_or_path, revision)
     lora = get_peft_config(model)
     if lora is not None:
         check_lora_config(lora, folded=folded, advice=FOLDED)
-        refuse_adapted_head(model.model_name_or_path, lora, model.model_revision)
+        refuse_adapted_head(model.model_name_or_path, lora, revision)
     return lora
 
 
@@ -480,14 +488,14 @@ def _check_batch(args: GRPORunConfig, dataset: Any) -> None:
             )
 
 
-def _rewards(run: RunArguments, args: GRPORunConfig) -> list[Any]:
+def _rewards(run: RunArguments, args: GRPORunConfig, revision: str) -> list[Any]:
     """Reward functions and models. Raises: `ValueError` for what cannot be loaded, or other weights than rewards."""
     loaded = [load_function(name) for name in run.reward_funcs]
     models = [run.reward_model_name_or_path] if run.reward_model_name_or_path else []
     named = named_rewards(loaded) if loaded or not models else {}
     if models:
         check_path(models[0])
-        check_config(models[0], "main")
+        check_config(models[0], revision)
     rewards = [*models, *(_called_with_what_it_takes(name, function) for name, function in named.items())]
     if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
         raise ValueError(

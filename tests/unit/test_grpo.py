@@ -461,6 +461,25 @@ def test_a_model_that_is_not_there_is_named_before_anything_is_loaded(colo, plac
     assert err.rstrip().endswith("pass a folder with a config.json, or check the name and the network")
 
 
+@pytest.mark.parametrize("named", [["--model_revision", "v2"], ["--model_init_kwargs", '{"revision": "v2"}']], ids=str)
+def test_a_reward_model_is_looked_for_at_the_revision_that_is_loaded(colo, place, monkeypatch, named):
+    loaded = []
+
+    def trainer(model, rewards, args, **options):
+        loaded.append(args.model_init_kwargs["revision"])
+        raise ValueError("enough")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place / "hub"))
+    monkeypatch.setattr(colo_grpo, "ColoGRPOTrainer", trainer)
+    name = save_revisions(place / "hub", v2="checkpoint")
+    code, err = bad(colo, *named, "--reward_model_name_or_path", name, model=name)
+    assert code == 1 and "error: enough" in err and loaded == ["v2"]
+    shutil.move(place / "hub/models--me--tiny/refs/v2", place / "hub/models--me--tiny/refs/main")
+    code, err = bad(colo, *named, "--reward_model_name_or_path", name)
+    assert code == 1 and "error: found no folder 'me/tiny' and could not read its config.json" in err
+    assert loaded == ["v2"]
+
+
 @pytest.mark.parametrize(
     ("start", "words"),
     [
