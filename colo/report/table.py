@@ -45,8 +45,8 @@ class PhaseFigures:
     total_s: float
     mean_s: float
     share: float  # share of all recorded seconds, 0 to 1
-    peak_bytes: int  # the most device bytes that all segments held together during the phase
-    moved_bytes: int  # bytes of the phase's transition steps and copies
+    peak_bytes: int | None  # the most device bytes that all segments held together during it; `None`: not measured
+    moved_bytes: int  # bytes of the phase's transition steps and copies, in evaluations too; 0 of what is no phase
     gb_per_s: float | None  # moved bytes over the seconds in which something moved; `None` when nothing did
 
 
@@ -95,12 +95,26 @@ def phase_figures(trace: Trace) -> list[PhaseFigures]:
     seconds |= {part: [step.parts_s[part] for step in steps] for part in ("switch", "idle")}
     seconds[EVALUATION] = [cycle.duration_s for cycle in evaluations]
     whole_s = sum(map(sum, seconds.values()))
-    return [_phase_row(trace, part, given, whole_s, moves) for part, given in seconds.items() if sum(given)]
+    # samples have a phase: what is none has those of its time
+    stretches = {"switch": _switches(trace), EVALUATION: [(cycle.start_s, cycle.end_s) for cycle in evaluations]}
+    return [
+        _phase_row(trace, part, given, whole_s, moves, stretches.get(part))
+        for part, given in seconds.items()
+        if sum(given)
+    ]
 
 
-def _phase_row(trace: Trace, part: str, seconds: list[float], whole_s: float, moves: list[Span]) -> PhaseFigures:
+def _phase_row(
+    trace: Trace,
+    part: str,
+    seconds: list[float],
+    whole_s: float,
+    moves: list[Span],
+    stretches: list[tuple[float, float]] | None,
+) -> PhaseFigures:
     total_s = sum(seconds)
-    peak_bytes = max((s.total_bytes for s in trace.samples if s.phase == part), default=0)
+    samples = (s for s in trace.samples if (s.phase == part if stretches is None else _is_within(stretches, s.time_s)))
+    peak_bytes = max((s.total_bytes for s in samples), default=None)
     moved = [s for s in moves if s.phase == part and s.num_bytes]
     moved_bytes = sum(s.num_bytes for s in moved)
     rate = _rate(moved_bytes, sum(end - start for start, end in stretches_of(moved)))
@@ -182,7 +196,7 @@ def _all_cycles(trace: Trace) -> list[tuple[Cycle, Span]]:
         if last is None or (last.phase is Phase.TRAIN and (span.phase is not Phase.TRAIN or span.name != last.name)):
             groups.append([])
         groups[-1].append(span)
-    switches = stretches_of(s for s in trace.spans if s.category in _SWITCHING)
+    switches = _switches(trace)
     if not groups:
         return []
     first_s = min([groups[0][0].start_s, *(start for start, _ in switches[:1])])
@@ -215,6 +229,10 @@ def _cycle(spans: Sequence[Span], switches: Sequence[tuple[float, float]], start
     return Cycle(start_s=start_s, end_s=end_s, parts_s=parts_s)
 
 
+def _switches(trace: Trace) -> list[tuple[float, float]]:
+    return stretches_of(span for span in trace.spans if span.category in _SWITCHING)
+
+
 def stretches_of(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """The stretches of time covered by at least one span, in order and apart."""
     merged: list[tuple[float, float]] = []
@@ -234,6 +252,11 @@ def covered_s(stretches: Sequence[tuple[float, float]], start_s: float, end_s: f
             break
         seconds += min(end, end_s) - max(start, start_s)
     return seconds
+
+
+def _is_within(stretches: Sequence[tuple[float, float]], time_s: float) -> bool:
+    index = bisect_left(stretches, time_s, key=lambda s: s[1])
+    return index < len(stretches) and stretches[index][0] <= time_s
 
 
 def _rate(num_bytes: int, seconds: float) -> float | None:

@@ -91,6 +91,19 @@ def test_a_report_is_plain_data_too(launch):
     assert data["metrics"]["reward"]["last"] == 0.5
 
 
+def test_switching_and_evaluations_have_the_peak_that_was_measured_in_them(launch):
+    rt = launch()
+    step(rt)
+    with rt.rollout():
+        rt.generate([[1, 2, 3]], max_tokens=2)
+    with rt.train(), torch.no_grad():
+        rt.model(input_ids=torch.tensor([[1, 2, 3, 4]]))
+    data = rt.report().to_json()
+    (held,) = {sample.total_bytes for sample in rt.trace.samples[-3:]}  # which have no gradients
+    assert data["phases"]["evaluation"]["peak_bytes"] == held
+    assert held <= data["phases"]["switch"]["peak_bytes"] < data["peak_bytes"] == data["phases"]["train"]["peak_bytes"]
+
+
 def test_a_report_before_the_first_step_and_after_close_is_no_error(launch):
     rt = launch()
     assert "torch on cpu: transformers in this process" in str(rt.report())

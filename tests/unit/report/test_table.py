@@ -126,6 +126,9 @@ def test_an_evaluation_is_no_training_step_and_has_a_row_of_its_own():
     assert (rows["train"].count, rows["rollout"].count) == (3, 3)
     assert (rows["train"].total_s, rows["rollout"].total_s) == (5, 11)
     assert (rows[EVALUATION].count, rows[EVALUATION].total_s) == (2, 9)
+    assert rows[EVALUATION].peak_bytes is None
+    trace.samples += [sample(t, Phase.TRAIN, {"engine.weights": t * GIB}) for t in (19, 25, 32)]
+    assert {row.phase: row for row in phase_figures(trace)}[EVALUATION].peak_bytes == 25 * GIB
     assert sum(row.share for row in rows.values()) == pytest.approx(1)
     assert summary(trace)["num_steps"] == 3 and "3 training steps" in printed(trace)
 
@@ -193,7 +196,12 @@ def test_phase_figures():
     assert rows["rollout"].share == pytest.approx(0.4)
     assert rows["switch"].share == pytest.approx(0.2)
     assert sum(row.share for row in rows.values()) == pytest.approx(1)
-    assert rows["train"].peak_bytes == 19 * GIB
+    assert (rows["rollout"].peak_bytes, rows["train"].peak_bytes, rows["switch"].peak_bytes) == (
+        16 * GIB,
+        19 * GIB,
+        19 * GIB,
+    )
+    assert rows["sync"].peak_bytes is rows["idle"].peak_bytes is None  # of which there is no sample
     assert rows["sync"].moved_bytes == 3 * 10 * GIB
     assert (rows["train"].moved_bytes, rows["train"].gb_per_s) == (0, None)
 
