@@ -21,16 +21,19 @@ from colo.planning.model_shape import ModelShape, load_model_config
 from colo.units import GIB, MIB, format_bytes
 
 ACTIVATIONS, LOGITS, RESIDUAL = "activations", "logits", "residual"
-STEP = "step"
-"""The end of a training phase that streams its state: activations are gone, and the window is there."""
+START, STEP = "start", "step"
+"""Before the first phase, as the engine warms up and there is no state yet; and the end of a training phase that
+streams its state: activations are gone, and the window is there."""
 
 MOVABLE = (names.TRAINER_GRADIENTS, names.TRAINER_OPTIMIZER, names.TRAINER_MASTER_WEIGHTS)
 
 LOGITS_WORKSPACE_BYTES = 512 * MIB  # log-probabilities are computed from chunks of logits that fit this
 ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step: vLLM's default for max_num_batched_tokens
-# Logits, their fp32 copies, sorted values and indices. Measured: vLLM's peak grows by 1.38 GiB from 256 to 512
-# sequences of a 4-billion Qwen3, whose vocabulary is 151,936.
+# Logits, their fp32 copies, sorted values and indices, as vLLM warms its sampler up. Measured: its peak grows by
+# 1.38 GiB from 256 to 512 sequences of a 4-billion Qwen3, whose vocabulary is 151,936.
 SAMPLER_BYTES_PER_LOGIT = 38
+# The same as tokens are drawn from all of the vocabulary, with log-probabilities. Measured.
+SAMPLED_BYTES_PER_LOGIT = 4
 BUS_BYTES_PER_S = 54.6e9  # each way at once; measured: pinned memory to an H200 (examples/bench/results/offload.json)
 RANGE_BYTES, NUM_SLOTS = 64 * MIB, 3  # as colo/trainer/window.py has them, which imports torch
 # Left resident by vLLM 0.26 asleep (context, CUDA graphs, workspaces), measured: Qwen3-8B on an H200.
@@ -115,10 +118,8 @@ class Estimate:
     @property
     def needed_bytes(self) -> int:
         """The smallest GPU that runs this: the peak when everything that can leave for the rollout has left."""
-        rollout = sum(size for name, size in self.phases[names.Phase.ROLLOUT].items() if name not in MOVABLE)
-        return max(
-            rollout, *(sum(self.phases[phase].values()) for phase in (names.Phase.TRAIN, STEP) if phase in self.phases)
-        )
+        # a rollout is less than the start then
+        return max(sum(held.values()) for phase, held in self.phases.items() if phase != names.Phase.ROLLOUT)
 
     @property
     def state_bytes(self) -> int:
@@ -323,7 +324,8 @@ def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
 
 def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
     shape.check_tp(w.tp)
-    engine_workspace, activations = _engine_bytes(shape, w), _activation_bytes(shape, w)
+    warm_up, workspace = (_engine_bytes(shape, w, size) for size in (SAMPLER_BYTES_PER_LOGIT, SAMPLED_BYTES_PER_LOGIT))
+    activations = _activation_bytes(shape, w)
     state = trainer_state(shape, w)
     window = window_bytes(shape, w)
     if w.release_gradients:
@@ -335,7 +337,7 @@ def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
         names.ENGINE_WEIGHTS: shape.weight_bytes(tp=w.tp, dtype_bytes=w.dtype_bytes, nf4=w.mode is Mode.QLORA),
         names.ENGINE_KV_CACHE: w.generations * shape.kv_bytes(w.context, tp=w.tp, dtype_bytes=w.dtype_bytes),
         **state,
-        ACTIVATIONS: max(engine_workspace, activations),
+        ACTIVATIONS: max(warm_up, activations),
         LOGITS: min(LOGITS_WORKSPACE_BYTES, logits),
         RESIDUAL: w.residual_bytes + engine_adapters,
     }
@@ -343,11 +345,12 @@ def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
     at_home = (names.TRAINER_OPTIMIZER, names.TRAINER_MASTER_WEIGHTS) if streamed else ()
     train = {**segments, names.ENGINE_KV_CACHE: 0, ACTIVATIONS: activations, **dict.fromkeys(at_home, 0)}
     sync = {**train, ACTIVATIONS: 0, LOGITS: 0}
-    rollout = {**segments, ACTIVATIONS: engine_workspace, LOGITS: 0, **dict.fromkeys(at_home, 0)}
+    rollout = {**segments, ACTIVATIONS: workspace, LOGITS: 0, **dict.fromkeys(at_home, 0)}
+    start = {**rollout, ACTIVATIONS: warm_up, **dict.fromkeys(MOVABLE, 0)}
     away = _leaving(rollout, w.gpu_memory_bytes)
-    phases = {"rollout": {**rollout, **dict.fromkeys(away, 0)}, "sync": sync, "train": train}
+    phases = {START: start, "rollout": {**rollout, **dict.fromkeys(away, 0)}, "sync": sync, "train": train}
     moved = tuple(name for name in (*at_home, *away) if name != names.TRAINER_GRADIENTS and segments[name])
-    offloaded: dict[str, tuple[str, ...]] = {"rollout": moved, "sync": at_home, "train": at_home}
+    offloaded: dict[str, tuple[str, ...]] = {START: (), "rollout": moved, "sync": at_home, "train": at_home}
     if streamed and w.release_gradients:  # the step is made beside the backward pass
         train[names.TRAINER_OPTIMIZER] = window.state
     elif streamed:
@@ -367,7 +370,7 @@ def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:
     return away
 
 
-def _engine_bytes(shape: ModelShape, w: Workload) -> int:
+def _engine_bytes(shape: ModelShape, w: Workload, bytes_per_logit: int) -> int:
     """The engine's workspace: the larger of one step and of the sampler over all sequences.
 
     A step holds queries, keys and values and the MLP's three intermediates, going in and coming out.
@@ -378,7 +381,7 @@ def _engine_bytes(shape: ModelShape, w: Workload) -> int:
     width = max(3 * dense, 3 * (routed + shared) + shape.experts_per_token * shape.hidden_size)
     mixed = max(heads, 2 * shape.mixer_width)
     step = min(ENGINE_BATCH_TOKENS, w.generations * w.context) * 2 * w.dtype_bytes * (mixed + width)
-    sampler = w.generations * shape.vocab_size * SAMPLER_BYTES_PER_LOGIT
+    sampler = w.generations * shape.vocab_size * bytes_per_logit
     return max(step, sampler) + _whole_matrix_bytes(shape, w, training=False)
 
 

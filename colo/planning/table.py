@@ -19,6 +19,7 @@ from colo.planning.estimate import (
     LOGITS,
     MOVABLE,
     RESIDUAL,
+    START,
     Estimate,
     FitRow,
     Mode,
@@ -80,10 +81,11 @@ def _asked(estimate: Estimate, model: str, card: str) -> Text:
 def _segment_table(estimate: Estimate) -> Table:
     table = Table(title="Device memory by phase", title_justify="left", box=SIMPLE_HEAD, show_footer=True)
     table.add_column("segment", footer="total")
-    for phase, held in estimate.phases.items():
+    phases = {phase: held for phase, held in estimate.phases.items() if phase != START}  # for which there is no room
+    for phase, held in phases.items():
         table.add_column(phase, footer=format_bytes(sum(held.values())), justify="right")
     shown = [name for name, size in estimate.segments.items() if size or name == TRAINER_PARAMETERS]
-    cells = {name: [_cell(estimate, phase, name) for phase in estimate.phases] for name in shown}
+    cells = {name: [_cell(estimate, phase, name) for phase in phases] for name in shown}
     for name in shown:
         table.add_row(name, *cells[name])
     seen = {*shown, *chain.from_iterable(cells.values())}
@@ -115,6 +117,10 @@ def _verdict(estimate: Estimate) -> Text:
     else:
         text.append(f"does not fit, {format_bytes(peak - limit)} missing", style="bold red")
     text.append(f"\nWithout taking turns, a copy of the weights each: {format_bytes(estimate.naive_peak_bytes)}\n")
+    start = estimate.phases[START]
+    text.append(
+        f"As the engine starts, {format_bytes(sum(start.values()))}: {format_bytes(start[ACTIVATIONS])} to warm up\n"
+    )
     if estimate.streamed:
         text.append(
             f"The optimizer's state, {format_bytes(estimate.state_bytes)}, is streamed: in host memory, and on the "

@@ -211,12 +211,24 @@ def test_layers_of_mixed_kinds_count_the_larger(width):
 def test_engine_workspace_is_a_step_or_the_sampler():
     width = (32 + 8) * 128 + 3 * 12_288
     plans = [plan(context=context, generations=n) for context, n in ((1000, 1), (8192, 100), (8192, 1000))]
-    sizes = [found.phases["rollout"]["activations"] for found in plans]
+    sizes = [found.phases["start"]["activations"] for found in plans]
     assert sizes == [1000 * 4 * width, 8192 * 4 * width, 1000 * 151_936 * 38]
-    shared = plan(context=1000, generations=1, tp=2).phases["rollout"]["activations"]
+    shared = plan(context=1000, generations=1, tp=2).phases["start"]["activations"]
     assert shared == max(1000 * 4 * width // 2, 151_936 * 38)
     routed = (32 + 8) * 128 + 8 * (3 * 768 + 2048)
     assert plan(MOE, context=4000, generations=1).phases["rollout"]["activations"] == 4000 * 4 * routed
+
+
+def test_the_sampler_takes_most_as_the_engine_starts_when_there_is_no_state_yet():
+    given = {"context": 512, "generations": 4000, "mode": "lora"}
+    found = plan(**given, gpu_memory_bytes=HUGE)
+    start, rollout = found.phases["start"], found.phases["rollout"]
+    assert (start["activations"], rollout["activations"]) == (4000 * 151_936 * 38, 4000 * 151_936 * 4)
+    same = ("engine.weights", "engine.kv_cache", "trainer.parameters", "residual")
+    assert all(start[name] == rollout[name] for name in same)
+    assert sum(start.values()) == start["activations"] + sum(start[name] for name in same)
+    assert found.needed_bytes == found.peak_bytes == sum(start.values())
+    assert plan(**given, gpu_memory_bytes=found.needed_bytes).offloaded["rollout"] == (), "which has room for the state"
 
 
 def test_whole_matrices_that_exist_for_a_moment():
@@ -230,7 +242,7 @@ def test_whole_matrices_that_exist_for_a_moment():
 def test_phases_hold_what_they_need():
     found = plan(gpu_memory_bytes=HUGE)
     rollout, sync, train = (found.phases[name] for name in ("rollout", "sync", "train"))
-    assert set(found.phases) == set(found.offloaded) == {"rollout", "sync", "train"}
+    assert set(found.phases) == set(found.offloaded) == {"start", "rollout", "sync", "train"}
     assert rollout["engine.kv_cache"] == found.segments["engine.kv_cache"]
     assert sync["engine.kv_cache"] == train["engine.kv_cache"] == 0
     assert rollout["logits"] == sync["logits"] == sync["activations"] == 0
@@ -270,7 +282,9 @@ def test_state_is_streamed_where_it_does_not_fit_as_a_whole():
     assert step["trainer.optimizer"] == (3 * 10 + 8) * elements  # and fp32 masters and gradients of what is stepped
     assert step["activations"] == streamed.phases["train"]["trainer.optimizer"] == 0
     assert streamed.host_bytes == streamed.state_bytes == 10 * PARAMETERS
-    assert all("trainer.optimizer" in away for phase, away in streamed.offloaded.items() if phase != "step")
+    assert all(
+        "trainer.optimizer" in away for phase, away in streamed.offloaded.items() if phase not in ("start", "step")
+    )
 
 
 def test_qwen3_8b_is_trained_in_full_on_48_gib():
@@ -293,7 +307,7 @@ def test_what_fills_a_gpu_to_the_last_byte_fits_it():
 def test_offloaded_bytes_are_on_the_host_and_not_on_the_device():
     found = plan(gpu_memory_bytes=124 * GIB, context=16_384)
     assert found.fits
-    assert found.offloaded == {"rollout": ("trainer.master_weights",), "sync": (), "train": ()}
+    assert found.offloaded == {"start": (), "rollout": ("trainer.master_weights",), "sync": (), "train": ()}
     assert found.host_bytes == found.segments["trainer.master_weights"]
     assert found.phases["rollout"]["trainer.master_weights"] == found.phases["rollout"]["trainer.gradients"] == 0
     assert found.phases["train"]["trainer.master_weights"] == found.host_bytes

@@ -68,6 +68,7 @@ def test_peak_is_compared_with_the_gpu_and_with_not_taking_turns():
     text = render(plan())
     assert "Peak 115.46 GiB of 120.00 GiB: fits, 4.54 GiB to spare" in text
     assert "a copy of the weights each: 166.58 GiB" in text
+    assert "As the engine starts, 54.44 GiB: 1.28 GiB to warm up" in text
     assert "Parked during rollouts, 15.26 GiB of host memory: trainer.master_weights" in text
     assert "KV cache: 144.00 KiB a token" in text
     assert "makes it fit" not in text
