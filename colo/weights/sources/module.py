@@ -62,6 +62,7 @@ class ModuleSource:
         self.heads = added_heads(model)
         """Names of modules that train along and are not the engine's; see `colo.weights.sources.heads`."""
 
+        self._has_adapter = is_peft_model(model)  # as the runtime began
         self._names: frozenset[str] | None = None
         self._key: tuple[Sequence[object], Sequence[object], Sequence[object]] = ((), (), ())
         self._num_foreign = 0
@@ -178,8 +179,15 @@ class ModuleSource:
         return adapter_weights(cast("PeftModel", self.model)) if is_peft_model(self.model) else None
 
     def settings(self) -> Hashable:
-        """Settings of the model's adapter; `None` without one."""
-        return adapter_settings(cast("PeftModel", self.model)) if is_peft_model(self.model) else None
+        """Settings of the model's adapter; `None` without one. Raises: `StaleWeights` for one that came later."""
+        if not is_peft_model(self.model):
+            return None
+        if not self._has_adapter:
+            raise StaleWeights(
+                "the model has an adapter, and had none when the runtime began: the engine samples without it. Close "
+                "the runtime and build another, with an optimizer of the adapter's parameters"
+            )
+        return adapter_settings(cast("PeftModel", self.model))
 
     def renew(self) -> int:
         """Do nothing: the weights are the model's own tensors."""
@@ -208,7 +216,7 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     """List every module, a shared one once for each reference: ten times as fast as `nn.Module.modules`."""
     found = [model]
     for module in found:  # grows while it is walked
-        found += filter(None, module._modules.values())
+        found += [part for part in module._modules.values() if part is not None]
     return found
 
 

@@ -39,6 +39,34 @@ def test_a_compiled_model_keeps_its_names():
     rt.close()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look at what a layer is given
+def test_layers_may_be_compiled_one_by_one():
+    model = AutoModelForCausalLM.from_config(qwen3())
+    optimizer, layers = adamw(model.parameters()), model.model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = torch.compile(layer, backend="eager")
+    with colo.share(make_engine(), model, optimizer) as rt:
+        assert rt.transport.name == "shared"
+        with rt.rollout():
+            rt.generate([[1, 2]], max_tokens=2)
+        with rt.train():
+            train_step(rt)
+        assert rt.trace.metrics["mismatch_sampled"][-1] < 1e-5
+
+
+@pytest.mark.parametrize("weights", ["auto", "copy"])
+@pytest.mark.parametrize("add", [get_peft_model, lambda model, config: model.add_adapter(config)])
+def test_an_engine_does_not_sample_without_an_adapter_that_the_model_got_since(add, weights):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    config = RuntimeConfig(kv_cache_bytes=MIB, weights=weights)
+    with colo.share("torch", model, adamw(model.parameters()), config=config) as rt:
+        rt.generate([[1]])
+        add(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        for _ in range(2):
+            with pytest.raises(colo.StaleWeights, match="has an adapter, and had none when .*Close the runtime"):
+                rt.generate([[1]])
+
+
 def test_a_users_own_peft_model_is_shared():
     model = get_peft_model(AutoModelForCausalLM.from_config(qwen3()), LoraConfig(r=2, target_modules=["q_proj"]))
     rt = colo.share(make_engine(), model, adamw([p for p in model.parameters() if p.requires_grad]))
