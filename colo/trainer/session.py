@@ -329,6 +329,7 @@ class UnseenState:
         Two things tell of steps of other optimizers: torch's hook for every optimizer, since torch counts no write of a
         fused step, and the count of writes, since an optimizer that is none of torch's calls no hook.
         """
+        self._take_in_joined()
         stepped = {id(p) for p, version in self._versions.items() if p.requires_grad and p._version != version}
         stepped |= self._stepped_elsewhere
         if stepped and not self.num_stepped_elsewhere:
@@ -340,6 +341,13 @@ class UnseenState:
         self.num_stepped_elsewhere = len(stepped)
         if self._stepped and not self._is_checked:
             self._check_state()
+
+    def _take_in_joined(self) -> None:
+        """Count parameters that `add_param_group` has brought as the optimizer's own."""
+        joined = [p for p in parameters_of(self._optimizer) if id(p) not in self._own]
+        self._own |= set(map(id, joined))
+        self._parameters |= {id(p): p for p in joined}
+        self._versions = {p: version for p, version in self._versions.items() if id(p) not in self._own}
 
     def _check_state(self) -> None:
         """Look, after the first steps, if the optimizers have made state of the parameters."""

@@ -190,6 +190,24 @@ def test_a_streamed_step_is_the_optimizers_own(make):
     assert "parameters are stepped" not in fact and warned == []
 
 
+@pytest.mark.parametrize("config", [ALWAYS, STREAMED])
+def test_parameters_that_join_the_optimizer_later_are_its_own(config):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    params = list(model.parameters())
+    optimizer = adamw(params[::2])
+    with warnings.catch_warnings(), colo.share(make_engine(), model, optimizer, config=config) as rt:
+        warnings.simplefilter("error")
+        for _ in range(3):
+            with rt.train():
+                model(input_ids=IDS, labels=IDS).loss.backward()
+                optimizer.step()
+                model.zero_grad()
+            with rt.rollout():
+                assert "colo was not given" not in rt.report().facts["offload"]
+            if len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": params[1::2]})
+
+
 def test_the_hook_of_all_optimizers_goes_with_the_runtime_and_keeps_none_alive():
     gc.collect()  # runtimes of other tests that have been dropped
     before = len(of_all_optimizers._global_optimizer_post_hooks)
