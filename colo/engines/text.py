@@ -69,33 +69,8 @@ def with_text(completion: Completion, tokenizer: Any) -> Completion:
 
 
 def _decoded(tokenizer: Any, token_ids: tuple[int, ...]) -> str:
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
-
-def continuation(tokenizer: Any, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
-    """The text of tokens that continue a prompt, without special ones, as vLLM decodes them one after another.
-
-    A space between prompt and continuation is kept, which a tokenizer drops from the tokens alone, and what is not the
-    whole of a character at the end is left out. Tokenizers that are not Hugging Face's fast ones decode the tokens
-    alone.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
-    from tokenizers.decoders import DecodeStream
-
-    stream, pieces = DecodeStream(ids=list(prompt), skip_special_tokens=True), []
-    for token in token_ids:
-        try:
-            piece = stream.step(backend, token)
-        except Exception as error:
-            if not str(error).startswith("Invalid prefix"):
-                raise
-            # Bytes that are no text have broken the stream, and vLLM begins another (vllm#17448).
-            stream = DecodeStream(skip_special_tokens=True)
-            piece = stream.step(backend, token)
-        pieces.append(piece or "")
-    return "".join(pieces)
+    # alone, as TRL does: of Llama's tokenizers this drops a space before the first word, which vLLM itself would keep
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:

