@@ -48,13 +48,13 @@ from colo.assembly.share import (
 )
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, PacksWeights
-from colo.engines.layout import bind, empty_model, require_causal_lm
+from colo.engines.layout import bind, empty_model, refuse_quantized, require_causal_lm
 from colo.errors import Unsupported, named_misfits
 from colo.memory.storage import with_own_storage
 from colo.planning.model_shape import config_file
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
-from colo.weights.packed import pack
+from colo.weights.packed import method_of, pack
 from colo.weights.sources.heads import refuse_heads
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import TIED_WARNING, check_lora_config, has_adapted_head, warn_of_tied_head
@@ -225,11 +225,9 @@ def tokenizer_of(model: Checkpoint, revision: str, **options: Any) -> Any:
 
 def start_torch(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     """Start the embedded engine and make a model over its memory."""
-    from colo.engines.vllm.client.start import is_packed_config
-
+    if isinstance(request.model, (PretrainedConfig, PreTrainedModel)):
+        refuse_quantized(config_of(request.model, "main"))  # before weights are drawn
     checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
-    if is_packed_config(getattr(checkpoint.config, "quantization_config", None)):
-        raise Unsupported("weights that bitsandbytes packs can be shared with vLLM alone, in 4 bits: engine='vllm'")
     engine = make_torch_engine(
         checkpoint, request, request.make_mover(undo), request.kv_cache_bytes(checkpoint, "torch")
     )
@@ -302,15 +300,13 @@ def _is_packed_by_vllm(request: EngineRequest) -> bool:
     Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
     """
     from colo.engines.vllm import compat
-    from colo.engines.vllm.client.start import import_apart, is_packed_config, packs_weights
+    from colo.engines.vllm.client.start import import_apart, packs_weights
     from colo.engines.vllm.wire import BITSANDBYTES
 
     options = request.engine_options
     if isinstance(request.model, (PretrainedConfig, PreTrainedModel)):
         config = request.model if isinstance(request.model, PretrainedConfig) else request.model.config
-        if options.get("quantization") == BITSANDBYTES or is_packed_config(
-            getattr(config, "quantization_config", None)
-        ):
+        if BITSANDBYTES in (options.get("quantization"), method_of(getattr(config, "quantization_config", None))):
             raise Unsupported("vLLM packs weights as it reads a checkpoint: give a folder or a hub id")
         return False
     if not packs_weights(request.model, options):
@@ -393,7 +389,10 @@ def _read(path: str, **options: Any) -> tuple[Any, list[str]]:
     """Read a model, and the names of weights that its checkpoint lacks. Raises: `Unsupported` for an adapter alone."""
     if find_adapter_config_file(path, revision=options["revision"]) is not None:
         raise adapter_alone(path)  # transformers would put it on its base
-    require_causal_lm(config_of(path, options["revision"]))
+    require_causal_lm(config := config_of(path, options["revision"]))
+    # of other methods some are undone as they are read, and the engine refuses those that are not
+    if method_of(getattr(config, "quantization_config", None)) == "bitsandbytes":
+        refuse_quantized(config)
     with _without_its_code(path):
         # a plain load draws at random what is missing, and only warns
         try:

@@ -17,7 +17,7 @@ import torch
 from colo.engine import AdapterWeights, Completion, SamplingParams, SleepLevel
 from colo.engines.base import EngineBase
 from colo.engines.caches import Footprint, KVCacheBuffer, ModelCaches, Reservation, Wave
-from colo.engines.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model
+from colo.engines.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model, refuse_quantized
 from colo.engines.sampling import check_seeds, sample_rows
 from colo.engines.text import check_count, check_prompts, positions_of
 from colo.errors import PhaseError
@@ -61,10 +61,11 @@ class TorchEngine(EngineBase):
 
         `module.generation_config`, made from `config`, names the end-of-sequence tokens: replace it by a checkpoint's.
         Raises: `ValueError` when `kv_cache_bytes` holds no token, `BudgetError` when memory is missing, `Unsupported`
-        for a model that cannot go on from what it keeps of a sequence.
+        for a model that cannot go on from what it keeps of a sequence, and for quantized weights.
         """
         own_mover = mover or Mover(torch.device(device))
         self.module: PreTrainedModel = empty_model(config, dtype=dtype, attn_implementation=attn_implementation)
+        refuse_quantized(self.module.config)
         # A trainer may compute gradients over this memory, which tensors made in inference mode do not allow.
         with torch.inference_mode(False), ExitStack() as undo:
             self.weights = FusedWeights(Layout.of(self.module), device=torch.device(device))

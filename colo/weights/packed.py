@@ -35,6 +35,13 @@ def is_packed(parameter: torch.Tensor) -> bool:
     return type(parameter).__name__ in _KINDS
 
 
+def method_of(quantization_config: Any) -> str | None:
+    """Name the method of a config's `quantization_config`, in either of its forms; `None` without one."""
+    found = quantization_config
+    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+    return None if method is None else str(getattr(method, "value", method))
+
+
 def pack(model: nn.Module, weights: Mapping[str, PackedWeight], *, compute_dtype: torch.dtype) -> None:
     """Replace linear layers of `model` by bitsandbytes' own, over the memory of `weights` (by parameter name).
 

@@ -263,14 +263,31 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_is_made(monkey
 
 
 @pytest.mark.parametrize("form", ["config", "folder"])
-def test_weights_in_4_bits_are_refused_by_the_embedded_engine_with_the_one_that_has_them(tmp_path, form):
+def test_weights_in_4_bits_are_refused_by_the_embedded_engine_with_the_one_that_has_them(tmp_path, form, monkeypatch):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install colo-rl[qlora]")
     made().save_pretrained(tmp_path / "whole")
     packing = BitsAndBytesConfig(load_in_4bit=True)
     packed = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=packing)
     packed.save_pretrained(tmp_path / "packed")
+    read = "from_pretrained"
+    monkeypatch.setattr(AutoModelForCausalLM, read, lambda *_, **__: pytest.fail("the weights are being read"))
     with pytest.raises(colo.Unsupported, match="shared with vLLM alone, in 4 bits: engine='vllm'"):
         launch(packed.config if form == "config" else tmp_path / "packed", lora=LORA)
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "awq"])
+def test_quantized_weights_are_refused_by_the_embedded_engine_and_not_built_otherwise(method):
+    words = rf"these are quantized \({method}\): give a checkpoint from before that, or, where they are not, a config"
+    model = made()
+    model.config.quantization_config = {"quant_method": method, "bits": 4}
+    with pytest.raises(colo.Unsupported, match=words):
+        launch(model.config)
+    with pytest.raises(colo.Unsupported, match=words):
+        launch(model)
+    with pytest.raises(colo.Unsupported, match=words):
+        colo.share("torch", model, torch.optim.SGD(model.parameters()))
+    model.config.quantization_config = None
+    launch(model.config).close()
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])

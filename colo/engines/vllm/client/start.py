@@ -31,6 +31,7 @@ from colo.engines.vllm.processes import start_apart_from_interrupts
 from colo.engines.vllm.wire import BITSANDBYTES, COLO, FORMAT_KEY, STORE_KEY, WORKER_EXTENSION
 from colo.errors import Unsupported, named_misfits
 from colo.memory.probe import used_device_bytes
+from colo.weights.packed import method_of
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ def quantization_of(model: str | os.PathLike[str], options: Mapping[str, Any]) -
     of_text = found.get("text_config") or {}
     # compressed-tensors writes `compression_config`, multimodal models keep the text model's own
     places = (found.get("quantization_config"), of_text.get("quantization_config"), found.get("compression_config"))
-    return next((method for place in places if (method := _method_of(place)) is not None), None)
+    return next((method for place in places if (method := method_of(place)) is not None), None)
 
 
 def _config_dict(model: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,16 +155,6 @@ def check_packing(config: Any, model: str, options: Mapping[str, Any]) -> None:
             f"vLLM packs to 4 bits in one way, and quantization_config asks for another: set {', '.join(others)} (on a "
             "command line --use_bnb_nested_quant, --dtype bfloat16)"
         )
-
-
-def is_packed_config(found: Any) -> bool:
-    """Tell whether a model's `quantization_config`, if it has one, is bitsandbytes' own."""
-    return _method_of(found) == BITSANDBYTES
-
-
-def _method_of(found: Any) -> str | None:
-    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
-    return None if method is None else str(getattr(method, "value", method))
 
 
 def save_config(model: PretrainedConfig | PreTrainedModel, folder: str) -> None:
