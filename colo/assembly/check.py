@@ -82,7 +82,7 @@ def _prompts(rt: Runtime) -> list[list[int]]:
     """Four prompts of tokens from the whole vocabulary."""
     size = rt.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
-    return cast("list[list[int]]", torch.randint(0, int(size), (4, 6), generator=generator).tolist())
+    return cast("list[list[int]]", torch.randint(0, int(size), (4, 6), generator=generator, device="cpu").tolist())
 
 
 def _is_refused(rt: Runtime, prompt: Sequence[int], **sampling: Any) -> bool:

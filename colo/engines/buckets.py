@@ -95,7 +95,7 @@ class Slab:
 
     def _memory(self, size_bytes: int, fence: Callable[[], object]) -> torch.Tensor:
         if self.device.type == "cpu":
-            self.whole = torch.zeros(size_bytes, dtype=torch.uint8)
+            self.whole = torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")
             return self.whole
         if self._is_filled:
             fence()

@@ -252,7 +252,7 @@ def prefill(model: PreTrainedModel, wave: Wave, cache: BufferCache) -> torch.Ten
     """Compute the prompts of `wave`; returns the logits after each, [prompts, vocab]. The caller sets the length."""
     length = wave.prompt_length
     # padding on the left, so that every row's next token is in the same column
-    token_ids = torch.tensor([(0,) * (length - len(prompt)) + prompt for prompt in wave.prompts])
+    token_ids = torch.tensor([(0,) * (length - len(prompt)) + prompt for prompt in wave.prompts], device="cpu")
     num_rows = max(1, PREFILL_TOKENS // length)
     parts = zip(token_ids.to(model.device).split(num_rows), cache.parts(num_rows), strict=True)
     return torch.cat([forward(model, *part) for part in parts])
@@ -413,8 +413,8 @@ class ModelCaches:
 
     def start(self, model: PreTrainedModel, wave: Wave, adapter: str | None) -> tuple[torch.Tensor, Rows]:
         """The logits that follow each row's prompt, [rows, vocab], and the cache that the rows go on in."""
-        slots = torch.tensor(wave.slots).to(model.device)
-        token_ids = torch.tensor(wave.prompts).to(model.device)
+        slots = torch.tensor(wave.slots, device=model.device)
+        token_ids = torch.tensor(wave.prompts, device=model.device)
         if not self._footprint.selects:
             logits, cache = _forward(model, token_ids[slots], None, 0)
             return logits, Rows(cache, wave.prompt_length, torch.arange(len(slots), device=slots.device))

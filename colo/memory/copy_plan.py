@@ -82,7 +82,7 @@ class CopyPlan:
                     self._others[number] = source.detach(), target
         # copied to the device once: a replay is a launch and nothing else
         self._table = _spread([cut(group, words) for group in fused]).to(self.device)
-        self._others_there = torch.tensor(list(self._others), dtype=torch.int64).to(self.device)
+        self._others_there = torch.tensor(list(self._others), dtype=torch.int64, device="cpu").to(self.device)
 
     @property
     def holds_tensors(self) -> bool:
@@ -157,7 +157,9 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 def _spread(groups: Sequence[torch.Tensor]) -> torch.Tensor:
     """Merge tables of tiles, the tiles of each at even distances."""
     every = [part for part in groups if len(part)] or [cut([])]
-    places = torch.cat([(torch.arange(len(part), dtype=torch.float64) + 0.5) / max(1, len(part)) for part in every])
+    places = torch.cat(
+        [(torch.arange(len(part), dtype=torch.float64, device="cpu") + 0.5) / max(1, len(part)) for part in every]
+    )
     return torch.cat(every)[places.argsort(stable=True)]
 
 
@@ -317,15 +319,15 @@ def cut(of: Sequence[CopyRows], words: int | None = None) -> torch.Tensor:
     words = words or WORDS
     # what follows is done by torch for all runs at once: a large model has some hundred thousand tiles
     fields = [(*run[:9], kind, *_word_bytes(kind, run), run.is_written) for run in of for kind in (run.kind,)]
-    table = torch.tensor(fields, dtype=torch.int64).reshape(len(of), 13)
+    table = torch.tensor(fields, dtype=torch.int64, device="cpu").reshape(len(of), 13)
     row_words = table[:, 3] // table[:, 11]
     # long rows are cut into pieces of equal length, short ones are taken several at a time
     per_row = (row_words + words - 1) // words  # one where rows are short: a tile is several of them then
     piece = ((row_words + per_row - 1) // per_row + 7) // 8 * 8
     high = torch.where(per_row > 1, 1, words // row_words.clamp(max=words))
     counts = (table[:, 2] + high - 1) // high * per_row
-    at = torch.repeat_interleave(torch.arange(len(table)), counts)
-    index = torch.arange(len(at)) - (counts.cumsum(0) - counts)[at]
+    at = torch.repeat_interleave(torch.arange(len(table), device="cpu"), counts)
+    index = torch.arange(len(at), device="cpu") - (counts.cumsum(0) - counts)[at]
     source, target, rows, _, source_step, target_step, position, place_step, number, *kinds = table[at].unbind(1)
     kind, ours, theirs, is_written = kinds
     row, word = index // per_row[at] * high[at], index % per_row[at] * piece[at]
@@ -450,7 +452,7 @@ def try_out(device: torch.device) -> None:
     from colo.memory import kernels as compiled
 
     generator = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**31), 2**31, (4 * WORDS + 24,), generator=generator).to(torch.int32)
+    words = torch.randint(-(2**31), 2**31, (4 * WORDS + 24,), generator=generator, device="cpu").to(torch.int32)
     halves, numbers = words.view(torch.int16)[: 6 * 40].view(6, 40), (words[:40] % 60_000) / 7
     # odd offsets, gaps between rows and a transpose, so that narrow words and peeled ends are met too
     sources = [words, words[1:7], halves[:, 3:34], halves[:, :9].t(), numbers.to(torch.bfloat16).to(torch.float16)]

@@ -432,7 +432,7 @@ def _count_misses(num_elements: int, parts: list[Part]) -> tuple[int, int]:
         covered = sum(count * (step - never) for count, (never, _) in counts)
         return num_elements - covered, sum(count * twice for count, (_, twice) in counts)
     # views with other gaps: count element by element
-    once, twice_or_more = (torch.zeros(num_elements, dtype=torch.bool) for _ in range(2))
+    once, twice_or_more = (torch.zeros(num_elements, dtype=torch.bool, device="cpu") for _ in range(2))
     for offset, shape, stride in parts:
         here = once.as_strided(shape, stride, offset)
         twice_or_more.as_strided(shape, stride, offset).logical_or_(here)

@@ -98,7 +98,9 @@ class Batch:
         """Collate completions."""
 
         def padded(rows: Iterable[Sequence[float]], dtype: torch.dtype = torch.long) -> Tensor:
-            return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
+            return pad_sequence([torch.tensor(row, dtype=dtype, device="cpu") for row in rows], batch_first=True).to(
+                device
+            )
 
         sizes = [(len(c.prompt_token_ids), len(c.token_ids)) for c in completions]
         logprobs = ([0.0] * (len(c.prompt_token_ids) - 1) + list(c.logprobs) for c in completions)

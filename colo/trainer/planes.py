@@ -282,7 +282,7 @@ class Planes:
         memory = arena.tensor(extent, first * dtype.itemsize, length * dtype.itemsize)
         shape = torch.Size([length]) if name == MASTER_DIGESTS else shard.shape
         # `set_` makes no view: a view would keep its base, and with it the whole extent, alive
-        made, at = torch.empty(0, dtype=dtype), memory.storage_offset() // dtype.itemsize
+        made, at = torch.empty(0, dtype=dtype, device="cpu"), memory.storage_offset() // dtype.itemsize
         # strides of a contiguous tensor: a shard may have others, and the plane's elements lie in order
         return made.set_(memory.untyped_storage(), at, shape, torch.empty(shape, device="meta").stride())
 

@@ -126,7 +126,7 @@ class PartialRollouts:
         dataset, args = self._trainer.train_dataset, self._trainer.args
         generator = torch.Generator().manual_seed(row_seed(f"surplus/{args.seed}", 0, 0))
         found: list[Any] = []
-        for place in torch.randperm(len(dataset), generator=generator).tolist():
+        for place in torch.randperm(len(dataset), generator=generator, device="cpu").tolist():
             if len(found) == count:
                 break
             row = dataset[place]

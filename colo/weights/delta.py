@@ -212,7 +212,7 @@ def _like(bucket: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
     """Host memory for weights, one piece for all of them: torch rounds each piece of pinned memory up."""
     sizes = [-(-tensor.nbytes // 16) * 16 for _, tensor in bucket]
     pinned = any(tensor.device.type == "cuda" for _, tensor in bucket)
-    parts = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned).split(sizes)
+    parts = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned).split(sizes)
     return [
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for part, (_, tensor) in zip(parts, bucket, strict=True)

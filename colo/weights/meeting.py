@@ -332,7 +332,7 @@ class GroupEnd:
         # gloo closes a connection at which a wait has been in vain, and every other wait there fails
         for other in set(range(group.size())) - {group.rank()}:
             with suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(_AT_ONCE)
+                group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, _NEVER_SENT).wait(_AT_ONCE)
 
 
 def _is_nccl(group: Any) -> bool:

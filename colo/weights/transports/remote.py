@@ -385,7 +385,9 @@ class RemoteSlices(SlicesTransport):
         with self._ranks.fail_together("asking engines elsewhere what they hold"):
             sums = self._taker.sums()
         told = [of_rank for of_engine in self._ranks.gather(sums).values() for of_rank in of_engine]
-        return torch.tensor([[0, *of_rank] + [0] * (width - 1 - len(of_rank)) for of_rank in told], dtype=torch.int64)
+        return torch.tensor(
+            [[0, *of_rank] + [0] * (width - 1 - len(of_rank)) for of_rank in told], dtype=torch.int64, device="cpu"
+        )
 
     def _names_of(self, found: Differences) -> Iterator[str]:
         return (self._taken[delivery.receiver][delivery.taken].name for delivery in found.different)

@@ -182,3 +182,25 @@ def test_a_rollout_may_lie_within_a_block_of_inference_mode(dtype):
     with torch.inference_mode():
         rt.close()
     assert not any(t.is_inference() for s in rt.optimizer.state.values() for t in s.values() if torch.is_tensor(t))
+
+
+@pytest.mark.parametrize("options", [{"offload": "always"}, {"optimizer": "streamed"}, {"weights": "copy"}])
+def test_the_loops_default_device_is_not_where_colo_keeps_what_belongs_on_the_host(options):
+    """The device that has no bytes stands for a GPU, as of `torch.set_default_device`."""
+
+    def trained(default_device):
+        torch.manual_seed(3)
+        rt, ids = launch(config=RuntimeConfig(kv_cache_bytes=MIB, **options)), torch.tensor([[1, 2, 3, 4]])
+        found = []
+        with torch.device(default_device):
+            for _ in range(2):
+                found += [c.token_ids for c in rt.generate(PROMPTS, n=2, max_tokens=4, seed=1)]
+                with rt.train():
+                    rt.model(input_ids=ids, labels=ids).loss.backward()
+                    rt.optimizer.step()
+                    rt.optimizer.zero_grad()
+            found += [c.token_ids for c in rt.generate(PROMPTS, max_tokens=4, temperature=0)]
+            rt.close()
+        return found
+
+    assert trained("meta") == trained("cpu")
