@@ -41,6 +41,7 @@ from colo.units import GIB, format_bytes
 
 SIDES: dict[str, Row] = {
     "colo's flag, bf16 with fp32 masters": {"stock": False, "dtype": "bfloat16"},
+    "colo's flag, bf16, the adapter folded": {"stock": False, "dtype": "bfloat16", "colo_fold_adapter": True},
     "TRL colocate, bf16": {"stock": True, "dtype": "bfloat16"},
     "TRL colocate, bf16, sleep mode": {"stock": True, "dtype": "bfloat16", "vllm_enable_sleep_mode": True},
     "TRL colocate, fp32 as it loads": {"stock": True, "dtype": None},
@@ -49,7 +50,14 @@ SIDES: dict[str, Row] = {
 
 def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) -> None:
     """Train by every side whose name has `sides` in it; `options` are those of the command line."""
-    chosen = [name for name in SIDES if sides in name and (device == "cuda" or not SIDES[name]["stock"])]
+    # an adapter is served beside the weights unless it is folded into a copy of them, as TRL does
+    chosen = [
+        name
+        for name, side in SIDES.items()
+        if sides in name
+        and (device == "cuda" or not side["stock"])
+        and (options["lora"] or not side.get("colo_fold_adapter"))
+    ]
     if not chosen:
         raise ValueError(f"--sides {sides!r} is in none of: {'; '.join(SIDES)}")
     card_bytes = options["card"] if device == "cuda" else None

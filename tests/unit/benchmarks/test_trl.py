@@ -43,8 +43,18 @@ def test_a_side_that_lacks_memory_is_a_row_and_the_others_go_on(tmp_path, monkey
     monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
     monkeypatch.setattr(trl, "own_processes", lambda: ThreadPoolExecutor(1))
     record = Record("trl", "command")
-    trl.run(record, shape="8b", device="cpu", sides="", card=None, context=None, tokens=8)
+    trl.run(record, shape="8b", device="cpu", sides="", card=None, context=None, tokens=8, lora=False)
     assert record.rows == [{"way": FLAG, "failed": "no memory"}, {"way": "other", "peak_bytes": 8}]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_adapter_is_folded_on_a_side_of_its_own_where_there_is_one(tmp_path, monkeypatch, lora):
+    monkeypatch.setattr(trl, "_measured", lambda name, *_: {"way": name, "peak_bytes": None})
+    monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr(trl, "own_processes", lambda: ThreadPoolExecutor(1))
+    record = Record("trl", "command")
+    trl.run(record, shape="8b", device="cpu", sides="flag", card=None, context=None, tokens=8, lora=lora)
+    assert [row["way"] for row in record.rows] == [FLAG, "colo's flag, bf16, the adapter folded"][: 1 + lora]
 
 
 def test_a_step_is_clocked_with_the_optimizers(tmp_path):
@@ -78,4 +88,13 @@ def test_what_trl_takes_between_turns_is_its_update_with_sleep_and_wake_counted_
 
 def test_sides_that_are_none_are_refused_at_once():
     with pytest.raises(ValueError, match="--sides 'flug' is in none of: colo's flag"):
-        trl.run(Record("trl", "command"), shape="8b", device="cpu", sides="flug", card=None, context=None, tokens=8)
+        trl.run(
+            Record("trl", "command"),
+            shape="8b",
+            device="cpu",
+            sides="flug",
+            card=None,
+            context=None,
+            tokens=8,
+            lora=False,
+        )
