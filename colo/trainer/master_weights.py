@@ -18,7 +18,7 @@ from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import assembly_of, is_dtensor, local_shard
 from colo.memory.uninterrupted import uninterrupted
 from colo.trainer.gradients import TakenGradients
-from colo.trainer.optimizers import asks_for_closure, parameters_of, why_not_separable
+from colo.trainer.optimizers import REGROUPED, asks_for_closure, parameters_of, why_not_separable
 from colo.trainer.remainders import (
     DIGEST_ELEMENTS,
     MASTER_DIGESTS,
@@ -281,7 +281,13 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             group.update(start)
 
     def copy_hyperparameters(self) -> None:
-        """Give the inner optimizer the hyperparameters that were written to our groups since the last step."""
+        """Give the inner optimizer the hyperparameters that were written to our groups since the last step.
+
+        Raises: `Unsupported` for parameters that have changed their group.
+        """
+        ours = [[self.masters[p].tensor if p in self.masters else p for p in g["params"]] for g in self.param_groups]
+        if [list(map(id, params)) for params in ours] != [list(map(id, g["params"])) for g in self.inner.param_groups]:
+            raise Unsupported(REGROUPED)
         shown = itertools.chain(self._shown, itertools.repeat({}))
         for outer, inner, before in zip(self.param_groups, self.inner.param_groups, shown, strict=False):
             # only what differs from what we have shown: the inner optimizer's own counters must not be set back

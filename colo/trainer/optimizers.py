@@ -49,6 +49,14 @@ def _all_parts(optimizer: Any) -> list[torch.optim.Optimizer]:
 _OWN = ("state", "param_groups", "defaults")
 
 
+REGROUPED = (
+    "parameters of the optimizer are in other groups than when their state was laid out, or in none, which its step "
+    "does not follow: put the groups back, freeze parameters with requires_grad_(False), add new ones with "
+    "add_param_group, or build another optimizer"
+)
+"""Words about parameter groups that the loop has changed."""
+
+
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """List the parameters of an optimizer, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]

@@ -122,7 +122,8 @@ class Planes:
         self.host: dict[str, torch.Tensor] = {}
         """Pinned slabs by the name of the state, shape [elements], of digests [blocks]."""
 
-        self._base, self._masters, self._group, self._mover = base, masters, group, mover
+        self.group = group
+        self._base, self._masters, self._mover = base, masters, mover
         self._is_split, self._is_whole = kind is SplitMaster, kind is WholeMaster
         # masters are fp32 whatever the weights are; without a master the class steps in the weights' own dtype
         self.dtype = torch.float32 if self._is_split or self._is_whole else parameters[0].dtype
@@ -170,7 +171,7 @@ class Planes:
         return names | {name: value.dtype for name, value in trials[trial].items() if is_plane(value, trial)}
 
     def _options(self, parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
-        return {**self._base.param_groups[self._group], "params": parameters}
+        return {**self._base.param_groups[self.group], "params": parameters}
 
     def count(self, name: str, elements: int) -> int:
         """Entries of a plane for a number of elements."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from colo.errors import BudgetError
+from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept, Parking
 from colo.memory.probe import free_device_bytes
@@ -26,7 +26,7 @@ from colo.memory.storage import local_bytes, local_shard, storage_key
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_OPTIMIZER, Done, Move, Residency, check_move
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.optimizers import is_elementwise, own_step, parameters_of
+from colo.trainer.optimizers import REGROUPED, is_elementwise, own_step, parameters_of
 from colo.trainer.planes import Note, Planes, Range, StateSlot, Work, part_of
 from colo.trainer.state import Stock, take_stock
 from colo.units import MIB, batches, format_bytes
@@ -256,7 +256,14 @@ class StateWindow:
         self.kept = [kept for bucket in self._buckets for kept in bucket.parking.kept] + shared
 
     def prepare(self) -> None:
-        """Reserve host memory for all state. Raises: `BudgetError`; nothing has changed then."""
+        """Reserve host memory for all state.
+
+        Raises: `BudgetError`; `Unsupported` for parameters that have changed their group. Nothing has changed then.
+        """
+        groups = self.optimizer.param_groups
+        numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        if any(numbers.get(id(p)) != planes.group for planes in self._planes for p in planes.parameters):
+            raise Unsupported(REGROUPED)
         self._extend()
         with torch.no_grad():
             # state that the loop has loaded goes into the planes before its scalars are compared

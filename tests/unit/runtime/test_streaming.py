@@ -380,3 +380,46 @@ def test_gradients_that_ranks_have_yet_to_reduce_are_not_released(monkeypatch):
     monkeypatch.setattr("colo.trainer.session._has_other_ranks", lambda: True)
     with pytest.raises(Unsupported, match="before ranks have reduced theirs"):
         launch(release_gradients=True)
+
+
+REGROUPED = {
+    "removed": lambda groups: groups.pop(),
+    "in each other's place": lambda groups: groups.reverse(),
+    "one less": lambda groups: groups[0].update(params=groups[0]["params"][1:]),
+    "in one": lambda groups: groups[0].update(params=groups[0]["params"] + groups.pop()["params"]),
+}
+
+
+def halves(params):
+    params = list(params)
+    return [{"params": params[::2], "lr": 1e-2}, {"params": params[1::2], "lr": 1e-3}]
+
+
+@pytest.mark.parametrize("regroup", REGROUPED.values(), ids=REGROUPED)
+@pytest.mark.parametrize(("state", "of_masters"), [("streamed", False), ("streamed", True), ("resident", True)])
+def test_a_step_is_not_taken_with_the_hyperparameters_of_another_group(regroup, state, of_masters):
+    """It is refused before a weight has changed, and taken once the groups are back."""
+
+    def make(params):
+        return masters(halves(params)) if of_masters else torch.optim.AdamW(halves(params))
+
+    def run(then):
+        torch.manual_seed(0)
+        config = RuntimeConfig(kv_cache_bytes=KV_BYTES, optimizer=state, region_bytes=BUCKET_BYTES)
+        with runtimes.launch(small_qwen3(), optimizer=make, dtype=torch.bfloat16, config=config) as rt:
+            train(rt, 1)
+            then(rt)
+            return train(rt, 2)
+
+    def refused(rt):
+        before, groups = train(rt, 0), rt.optimizer.param_groups
+        kept = [dict(group) for group in groups]
+        regroup(groups)
+        with pytest.raises(Unsupported, match=r"are in other groups .*add new ones with add_param_group"), rt.train():
+            train_step(rt)
+        rt.model.zero_grad()
+        assert all(torch.equal(p, before[name]) for name, p in rt.model.named_parameters())
+        groups[:] = kept
+
+    expected = run(lambda rt: None)
+    assert all(torch.equal(p, expected[name]) for name, p in run(refused).items())
