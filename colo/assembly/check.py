@@ -49,6 +49,8 @@ def check(
     Raises: `StaleWeights` when the two compute different models; `Unsupported`, by name, for an option that the engine
     does not honour, or part of an adapter that it does not serve; `PhaseError` within a phase.
     """
+    if not isinstance(rt, Runtime):
+        raise TypeError(f"check takes a runtime, as colo.launch and colo.share return, not a {type(rt).__name__}")
     if not hasattr(rt.model, "get_input_embeddings"):
         raise Unsupported(
             f"colo does not know how a {type(rt.model).__name__} computes log-probabilities: compare your own with "

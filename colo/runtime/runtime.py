@@ -393,6 +393,13 @@ class Runtime:
         if not self._turns.is_elsewhere:
             self.close()
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied or pickled: a copy that goes would end the engine of both."""
+        raise TypeError(
+            "a runtime is neither copied nor pickled, since it owns an engine and memory: hand on what is to be kept, "
+            "such as rt.model.state_dict(), rt.optimizer.state_dict() and rt.report().to_json()"
+        )
+
     def __del__(self) -> None:
         # `__init__` may have failed before there was anything to end
         closing = vars(self).get("_closing")

@@ -230,7 +230,10 @@ class SharedTransport(Transport):
         for name, alias in self._aliases.items():
             parameter = parameters.get(name)
             if parameter is None:
-                raise StaleWeights(f"the model has no parameter {name} any more, which it shared with the engine")
+                raise StaleWeights(
+                    f"the model has no parameter {name} any more, which it shared with the engine: put it back, or "
+                    "close the runtime and build another with the model as it is now"
+                )
             if not is_same_memory(parameter, alias):
                 raise StaleWeights(
                     f"{name} is no longer the engine's memory ({_describe(parameter)}, shared was {_describe(alias)}): "

@@ -130,3 +130,8 @@ def test_a_filter_that_the_engine_refuses_is_not_among_those_it_honours(refusal)
 def test_a_check_within_a_phase_is_refused():
     with shared() as rt, rt.train(), pytest.raises(PhaseError):
         colo.check(rt)
+
+
+def test_what_is_no_runtime_is_a_type_error():
+    with pytest.raises(TypeError, match="check takes a runtime, as colo.launch and colo.share return, not a Qwen3For"):
+        colo.check(made())

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import pickle
 import weakref
 from functools import partial
 
@@ -110,6 +111,14 @@ def test_any_part_keeps_its_runtime_and_finds_it(kept):
     rt.close()
     with pytest.raises(ValueError, match="no open runtime"):
         colo.Runtime.of(one)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_runtime_is_neither_copied_nor_pickled_and_goes_on(copied, rt):
+    with pytest.raises(TypeError, match=r"neither copied nor pickled.*rt\.model\.state_dict\(\)"):
+        copied(rt)
+    gc.collect()
+    assert rt.generate([[1, 2]])
 
 
 def share():
