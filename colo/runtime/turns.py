@@ -322,6 +322,8 @@ class Turns:
                 try:
                     with uninterrupted():
                         if self._block is block:
+                            if block.phase is Phase.TRAIN:
+                                self._session.note_end(in_order=raised is None)
                             self._leave()
                 except Exception as error:
                     if raised is None:

@@ -96,6 +96,7 @@ class TrainerSession:
         self.optimizer = as_torch(optimizer)
         self._steps_early = isinstance(self.optimizer, MegatronOptimizers)
         self.has_stepped = False  # true after a step since `begin_training`
+        self._lacks_step = False  # a training block has ended in order after a pass without a step
         self._gradients_before = self._passes_before = self._state_before = 0
         self._events = events
         self._meter = PeakMeter(mover.device, partial(pausable_bytes, mover.device))
@@ -244,17 +245,21 @@ class TrainerSession:
         """Count backward passes anew: a step has used the gradients. False for a step that none came before."""
         # zero means a further optimizer of the same step: see `Turns.after_step`
         had_passes = self._backward.passes > 0
-        self.has_stepped = True
+        self.has_stepped, self._lacks_step = True, False
         self._backward.forget()
         return had_passes
 
-    def end_earlier_pass(self) -> None:
-        """End the step of a backward pass that no `optimizer.step()` has followed, before another phase's first one.
+    def note_end(self, *, in_order: bool) -> None:
+        """Note whether a training block has ended without an error: a pass without a step was not interrupted then."""
+        self._lacks_step = in_order and self._backward.passes > 0
 
-        Whatever has come in between, it has stepped weights already. Raises: `PhaseError` while it has gradients left.
+    def end_earlier_pass(self) -> None:
+        """End the step of an interrupted backward pass, before another phase's first one.
+
+        It has stepped weights already. Raises: `PhaseError` while it has gradients left.
         """
-        if not self.releases_gradients or not self._backward.passes:
-            return
+        if not self.releases_gradients or not self._backward.passes or self._lacks_step:
+            return  # without its step the next pass is refused, as a second one within a block
         if any(parameter.grad is not None for parameter in parameters_of(self.optimizer)):
             raise PhaseError(
                 "an earlier backward pass has left gradients, and nothing is added to those with "

@@ -382,6 +382,19 @@ def test_gradients_that_ranks_have_yet_to_reduce_are_not_released(monkeypatch):
         launch(release_gradients=True)
 
 
+def test_passes_of_two_training_phases_are_not_stepped_apart():
+    with launch(release_gradients=True) as rt:
+        ids = torch.tensor([[1, 2, 3, 4]])
+        with rt.train():
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+        rt.generate([[1]])
+        with pytest.raises(PhaseError, match=r"and this is the second one since optimizer\.step\(\)"), rt.train():
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+        rt.optimizer.step()
+        with rt.train():
+            train_step(rt)
+
+
 REGROUPED = {
     "removed": lambda groups: groups.pop(),
     "in each other's place": lambda groups: groups.reverse(),
