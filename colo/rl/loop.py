@@ -95,7 +95,9 @@ class Batch:
 
     @classmethod
     def of(cls, completions: Sequence[Completion], device: torch.device) -> Batch:
-        """Collate completions."""
+        """Collate completions. Raises: `ValueError` without any, such as where a filter has left none."""
+        if not completions:
+            raise ValueError("there are no completions to collate: sample more, or skip the step")
 
         def padded(rows: Iterable[Sequence[float]], dtype: torch.dtype = torch.long) -> Tensor:
             return pad_sequence([torch.tensor(row, dtype=dtype, device="cpu") for row in rows], batch_first=True).to(

@@ -110,6 +110,11 @@ def test_a_batch_is_as_long_as_its_longest_completion():
     assert Batch.of(COMPLETIONS[:2], torch.device("cpu")).input_ids_BT.shape == (2, 5)
 
 
+def test_a_batch_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="no completions to collate: sample more, or skip the step"):
+        Batch.of([], torch.device("cpu"))
+
+
 # ---- a step --------------------------------------------------------------------------------------------------------
 
 
