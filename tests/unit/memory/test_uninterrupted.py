@@ -100,3 +100,68 @@ def test_where_nobody_handles_interrupts_nothing_is_done():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with uninterrupted():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.fixture
+def handled():
+    """Sets handlers of signals, and puts the ones before back."""
+    before = {}
+
+    def handle(number, handler):
+        before.setdefault(number, signal.signal(number, handler))
+
+    yield handle
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def time_is_up(*_):
+    raise TimeoutError("time is up")
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1])
+def test_what_a_handler_of_another_signal_raises_comes_once_the_block_has_ended(handled, number):
+    handled(number, time_is_up)
+    steps = []
+    with pytest.raises(TimeoutError), uninterrupted():
+        os.kill(os.getpid(), number)
+        steps.append("not split")
+    assert steps == ["not split"] and signal.getsignal(number) is time_is_up
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_another_signal_ends_a_wait_at_once_and_is_told_once(handled):
+    handled(signal.SIGALRM, time_is_up)
+    handled(signal.SIGUSR1, lambda *_: told.append("saved"))
+    told = []
+    with pytest.raises(TimeoutError), uninterrupted():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        end_wait("the engine")
+        assert told == ["saved"], "a handler that goes on ends no wait"
+        os.kill(os.getpid(), signal.SIGALRM)
+        try:
+            end_wait("the engine")
+        finally:
+            with pytest.raises(TimeoutError):
+                end_wait("the engine")
+    assert told == ["saved"] and signal.getsignal(signal.SIGALRM) is time_is_up
+
+
+def test_a_signal_that_comes_as_handlers_are_put_back_leaves_none_that_only_notes(handled, monkeypatch):
+    handled(signal.SIGALRM, time_is_up)
+    set_handler = signal.signal
+
+    def put_back(number, handler):
+        set_handler(number, handler)
+        if number == signal.SIGINT and handler is signal.default_int_handler:
+            interrupt()
+
+    monkeypatch.setattr(signal, "signal", put_back)
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        pass
+    monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            os.kill(os.getpid(), signal.SIGALRM)
+        with pytest.raises(TimeoutError), uninterrupted():
+            os.kill(os.getpid(), signal.SIGALRM)
