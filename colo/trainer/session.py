@@ -309,7 +309,7 @@ class UnseenState:
         self._own = set(map(id, own))
         others = [p for p in model.parameters() if id(p) not in self._own] if model is not None else []
         # torch's counts of in-place writes, before anybody has trained
-        self._versions = {parameter: parameter._version for parameter in others}
+        self._versions: dict[torch.Tensor, int] = {parameter: parameter._version for parameter in others}
         self._parameters = {id(p): p for p in [*own, *others]}
         self._stepped_elsewhere: set[int] = set()  # by optimizers of torch's that colo was not given
         self._stepped: set[int] = set()  # by the others, with a gradient
@@ -349,10 +349,11 @@ class UnseenState:
 
     def _take_in_joined(self) -> None:
         """Count parameters that `add_param_group` has brought as the optimizer's own."""
-        joined = [p for p in parameters_of(self._optimizer) if id(p) not in self._own]
-        self._own |= set(map(id, joined))
-        self._parameters |= {id(p): p for p in joined}
-        self._versions = {p: version for p, version in self._versions.items() if id(p) not in self._own}
+        for parameter in parameters_of(self._optimizer):
+            if id(parameter) not in self._own:
+                self._own.add(id(parameter))
+                self._parameters[id(parameter)] = parameter
+                self._versions.pop(parameter, None)
 
     def _check_state(self) -> None:
         """Look, after the first steps, if the optimizers have made state of the parameters."""
