@@ -188,11 +188,11 @@ def _all_sums() -> tuple[torch.Tensor, torch.Tensor]:
     encode = CharTokenizer()
     sums = [(f"{a}+{b}=", f"{a + b};") for a in range(NUM_DIGITS) for b in range(NUM_DIGITS)]
     length = max(len(prompt + answer) for prompt, answer in sums)
-    ids = torch.full((len(sums), length), END)
+    ids = torch.full((len(sums), length), END, device="cpu")
     labels = torch.full_like(ids, -100)
     for row, (prompt, answer) in enumerate(sums):
         tokens = encode(prompt + answer)["input_ids"]
-        ids[row, : len(tokens)] = torch.tensor(tokens)
+        ids[row, : len(tokens)] = torch.tensor(tokens, device="cpu")
         labels[row, len(prompt) : len(tokens)] = ids[row, len(prompt) : len(tokens)]
     return ids, labels
 

@@ -271,7 +271,7 @@ class _PinnedBlock:
             self._unregister()
             self._unregister = None
         # The last tensor over the mapping unmaps it.
-        self.data = torch.empty(0, dtype=torch.uint8)
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         del self.mapping
 
     def _register(self, device: torch.device) -> None:

@@ -468,7 +468,9 @@ class Pack(Region):
         if block.device is not None:
             return block.device
         # without tensors there are no bytes to keep: any memory will do
-        return storage_bytes(block.tensors[0]) if block.tensors else torch.empty(block.size_bytes, dtype=torch.uint8)
+        if not block.tensors:
+            return torch.empty(block.size_bytes, dtype=torch.uint8, device="cpu")
+        return storage_bytes(block.tensors[0])
 
     def move_out(self) -> None:
         """Give the tensors memory of torch's allocator, as far as there is room."""

@@ -122,7 +122,7 @@ def _is_base_unheld(view: torch.Tensor, num_views: int) -> bool:
 def _unheld_references() -> int:
     """References that Python counts, within a function, to a base that only its view holds."""
     # measured, since versions of Python count references of the interpreter's own differently
-    view = torch.zeros(2)[0]
+    view = torch.zeros(2, device="cpu")[0]
     base = view._base
     return sys.getrefcount(base)
 

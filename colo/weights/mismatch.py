@@ -74,7 +74,8 @@ def _of_all(
     """|log p(engine) - log p(trainer)| of the first tokens of all completions, in one dimension."""
     with evaluating(model):  # dropout would make the trainer differ from itself
         passes = _passes(completions, PASS_TOKENS if together else 0)
-        return torch.cat([_differences(model, same, temperature, device).abs() for same in passes] or [torch.zeros(0)])
+        found = [_differences(model, same, temperature, device).abs() for same in passes]
+        return torch.cat(found or [torch.zeros(0, device=device)])
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def routing_of(
     wide = max(sizes) if length is None else length
     if wide < max(sizes):
         raise ValueError(f"length {wide} is shorter than a sequence of {max(sizes)} tokens")
-    routing = torch.full((len(rows), wide, *rows[0].shape[1:]), -1, dtype=torch.int64)
+    routing = torch.full((len(rows), wide, *rows[0].shape[1:]), -1, dtype=torch.int64, device="cpu")
     for into, row, size in zip(routing, rows, sizes, strict=True):
         if not size - 1 <= len(row) <= size:
             raise ValueError(f"routed experts of {len(row)} tokens for a sequence of {size}: the engine left some out")

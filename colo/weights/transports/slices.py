@@ -122,7 +122,7 @@ class SlicesTransport(CopyingTransport):
     def _write(self, stage: CopyPlan) -> torch.Tensor:
         """Write to all engines; returns digests of what was read. When it returns, all ranks have written."""
         error: Exception | None = None
-        sums = torch.empty(0)
+        sums = torch.empty(0, device="cpu")
         with timed(self.seconds, "copy"):
             try:
                 sums = stage.replay_digested()

@@ -308,7 +308,7 @@ class WorkerWeights:
     def _opened(self, description: Description | None) -> torch.Tensor:
         """Memory of a worker, mapped once; `None` is for what nothing lies in."""
         if description is None:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         key = repr(description)
         if key not in self._mapped:
             self._mapped[key] = open_shared_memory(description, self._link.device)

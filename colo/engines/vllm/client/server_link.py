@@ -434,7 +434,7 @@ def _save_zeros(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write an adapter of PEFT's that adapts one of the modules, by nothing."""
     a = next(name for name in tensors if name.endswith(".lora_A.weight"))
     module = a.removesuffix(".lora_A.weight")
-    pair = {name: torch.zeros(tensors[name].shape) for name in (a, f"{module}.lora_B.weight")}
+    pair = {name: torch.zeros(tensors[name].shape, device="cpu") for name in (a, f"{module}.lora_B.weight")}
     rank = tensors[a].shape[0]
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [module.rpartition(".")[2]]}
     (folder / "adapter_config.json").write_text(json.dumps(config | {"bias": "none"}))

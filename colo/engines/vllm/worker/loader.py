@@ -165,7 +165,7 @@ class Placement:
         }
         self._room = None
         for index in unused:
-            self.slabs[index] = torch.empty(0, dtype=torch.uint8)
+            self.slabs[index] = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.source.drop(unused)
 
     def _take(self, size_bytes: int) -> torch.Tensor:
