@@ -97,12 +97,12 @@ class SamplingParams:
                 raise ValueError(f"{option.name} cannot be None: give a value, or leave it out for {option.default}")
         if isinstance(self.seed, Sequence) and not isinstance(self.seed, (str, bytes)):
             object.__setattr__(self, "seed", _integers("seed", self.seed, "a whole number, or a list of them"))
-        else:
-            _check_number("seed", self.seed, Integral, "a whole number, or a list with one for each prompt")
+        elif self.seed is not None:
+            check_number("seed", self.seed, Integral, "a whole number, or a list with one for each prompt")
         for name in ("n", "max_tokens", "top_k"):
-            _check_number(name, getattr(self, name), Integral, "a whole number")
+            check_number(name, getattr(self, name), Integral, "a whole number")
         for name in ("temperature", "top_p", "min_p"):
-            _check_number(name, getattr(self, name), Real, "a number")
+            check_number(name, getattr(self, name), Real, "a number")
         ids = _integers("stop_token_ids", self.stop_token_ids, "a list of token ids, such as [2]")
         object.__setattr__(self, "stop_token_ids", ids)
         if self.top_k == -1:
@@ -121,9 +121,9 @@ class SamplingParams:
                 raise ValueError(f"{message}, but is {getattr(self, name)}")
 
 
-def _check_number(name: str, value: Any, kind: type, words: str) -> None:
-    """Raise `TypeError` for a value that is neither of this kind nor left out."""
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+def check_number(name: str, value: Any, kind: type, words: str) -> None:
+    """Raise `TypeError` for a value that is not of this kind."""
+    if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{name} must be {words}, not {value!r}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -97,10 +97,13 @@ def token_logprobs(
     `token_chunk` and `vocab_chunk` are the sides of a tile; `None` derives them from `workspace_bytes`, down to 128 by
     128. The only waits for the device are two at the start of forward: for the largest id and the ignored positions.
 
-    Raises: `TypeError` for dtypes that differ or are not supported, `ValueError` for shapes that do not fit, an id
-    outside the vocabulary, steps that are none, a temperature that is not positive, or a size below 1.
+    Raises: `TypeError` for what is no tensor and dtypes that differ or are not supported, `ValueError` for shapes or
+    devices that do not fit, an id outside the vocabulary, steps that are none, a temperature that is not positive, or a
+    size below 1.
     """
-    # first: what follows checks the dtypes in which it computes
+    biases = {} if bias_V is None else {"bias": bias_V}
+    check_tensors({"hidden": hidden_ND, "weight": weight_VD, "token ids": token_ids_N, **biases})
+    # before what checks the dtypes in which it computes
     hidden_ND, weight_VD, bias_V = _as_autocast_would(hidden_ND, weight_VD, bias_V)
     vocab_size = weight_VD.shape[0] if vocab_size is None else vocab_size
     _check_tensors(hidden_ND, weight_VD, token_ids_N, bias_V)
@@ -147,8 +150,8 @@ def model_logprobs(
     too, in the model's order and dtype. A model that does anything else, or whose head is not a plain linear layer (an
     adapter on it, a quantized or sharded one), computes full logits, now and from now on, which a warning says once.
 
-    Raises: `Unsupported` for a model without logits, or with fewer or more of them than tokens; `ValueError` for shapes
-    that do not fit.
+    Raises: `Unsupported` for a model without logits, or with fewer or more of them than tokens; `TypeError` for what is
+    no tensor, or ids that are no integers; `ValueError` for shapes or devices that do not fit.
     """
     targets_BT = _targets(input_ids_BT, attention_mask_BT, completion_mask_BT)
     head = _plain_head(model)
@@ -182,6 +185,21 @@ def model_logprobs(
     return logprobs_BT
 
 
+def check_tensors(given: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for what is no tensor, and `ValueError` for tensors that are not on one device."""
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {tensor!r:.100}")
+    if len({tensor.device for tensor in given.values()}) > 1:
+        places = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
+        raise ValueError(f"tensors are not on one device, but {places}: move them with .to(device)")
+
+
+def _check_ids(name: str, token_ids: Tensor) -> None:
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
+        raise TypeError(f"{name} must be integers, not {token_ids.dtype}")
+
+
 def _as_autocast_would(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The inputs in the dtype in which autocast runs a linear layer; unchanged where it is off."""
     device = hidden.device.type
@@ -197,8 +215,7 @@ def _check_tensors(hidden: Tensor, weight_VD: Tensor, token_ids: Tensor, bias_V:
     if hidden.dtype not in _DTYPES or len(set(floating)) > 1:
         names = ", ".join(str(dtype) for dtype in floating)
         raise TypeError(f"hidden, weight and bias must share one of {_DTYPES}, not {names}: cast them, or use autocast")
-    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
-        raise TypeError(f"token ids must be integers, not {token_ids.dtype}")
+    _check_ids("token ids", token_ids)
     if hidden.dim() not in (2, 3) or hidden.shape[:-1] != token_ids.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} needs one token id a row, not ids {tuple(token_ids.shape)}")
     if weight_VD.dim() != 2 or weight_VD.shape[1] != hidden.shape[-1]:
@@ -229,12 +246,16 @@ def _given(name: str, value: int | None, default: int) -> int:
 
 def _targets(input_ids_BT: Tensor, attention_mask_BT: Tensor, completion_mask_BT: Tensor | None) -> Tensor:
     """The id that each position predicts, -1 where none counts: shifting ids saves a copy of the hidden states."""
-    counts_BT = attention_mask_BT.bool()
-    for name, mask_BT in (("attention_mask", attention_mask_BT), ("completion_mask", completion_mask_BT)):
-        if mask_BT is not None and mask_BT.shape != input_ids_BT.shape:
+    masks = {"attention_mask": attention_mask_BT}
+    masks |= {} if completion_mask_BT is None else {"completion_mask": completion_mask_BT}
+    check_tensors({"input_ids": input_ids_BT, **masks})
+    _check_ids("input_ids", input_ids_BT)
+    for name, mask_BT in masks.items():
+        if mask_BT.shape != input_ids_BT.shape:
             raise ValueError(f"{name} must be {tuple(input_ids_BT.shape)}, but is {tuple(mask_BT.shape)}")
     if input_ids_BT.dim() != 2 or not input_ids_BT.numel():
         raise ValueError(f"input ids must be (batch, time) and not empty, but are {tuple(input_ids_BT.shape)}")
+    counts_BT = attention_mask_BT.bool()
     wanted_BT = counts_BT if completion_mask_BT is None else counts_BT & completion_mask_BT.bool()
     targets_BT = torch.full_like(input_ids_BT, -1)
     # both have to count: the position that predicts and the token that is predicted

@@ -10,10 +10,12 @@ It shows how the pieces go together; a trainer of your own, or TRL's, takes its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral, Real
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from colo.engine import Completion, SamplingParams
+from colo.engine import Completion, SamplingParams, check_number
 from colo.engines.text import Message, check_prompts, encode_prompts, positions_of
 from colo.errors import BudgetError, Unsupported
 from colo.memory.probe import available_host_bytes, free_device_bytes
@@ -29,7 +31,15 @@ from colo.memory.storage import is_dtensor
 from colo.memory.uninterrupted import uninterrupted
 from colo.rl.logprob import model_logprobs
 from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_loss
-from colo.rl.rewards import RewardFunction, call_reward, check_columns, check_weights, checked_call, named_rewards
+from colo.rl.rewards import (
+    RewardFunction,
+    call_reward,
+    check_columns,
+    check_rewards,
+    check_weights,
+    checked_call,
+    named_rewards,
+)
 from colo.units import format_bytes
 from colo.weights.mismatch import evaluating
 from colo.weights.routing import replaying
@@ -79,9 +89,17 @@ class GRPOConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("group_size", 2), ("max_tokens", 1), ("micro_batch_size", 1)):
+            check_number(name, getattr(self, name), Integral, "a whole number")
             if getattr(self, name) < least:
                 why = ": advantages compare the completions of one problem" if name == "group_size" else ""
                 raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}{why}")
+        check_number("temperature", self.temperature, Real, "a number")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"temperature must be positive and finite, for completions that differ, but is {self.temperature}"
+            )
+        if self.seed is not None:
+            check_number("seed", self.seed, Integral, "a whole number")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +112,13 @@ class Batch:
     engine_logprobs_BT: Tensor  # float32 (B, T - 1): of the tokens from the second on; 0 where nothing was generated
 
     @classmethod
-    def of(cls, completions: Sequence[Completion], device: torch.device) -> Batch:
-        """Collate completions. Raises: `ValueError` without any, such as where a filter has left none."""
+    def of(cls, completions: Iterable[Completion], device: torch.device) -> Batch:
+        """Collate completions.
+
+        Raises: `ValueError` without any, such as where a filter has left none, and for one whose log-probabilities are
+        not as many as its tokens.
+        """
+        completions = list(completions)
         if not completions:
             raise ValueError("there are no completions to collate: sample more, or skip the step")
 
@@ -104,6 +127,12 @@ class Batch:
                 device
             )
 
+        for index, c in enumerate(completions):
+            if len(c.logprobs) != len(c.token_ids):
+                raise ValueError(
+                    f"completion {index} has {len(c.token_ids)} tokens and {len(c.logprobs)} log-probabilities: have "
+                    "its engine return one for each token"
+                )
         sizes = [(len(c.prompt_token_ids), len(c.token_ids)) for c in completions]
         logprobs = ([0.0] * (len(c.prompt_token_ids) - 1) + list(c.logprobs) for c in completions)
         return cls(
@@ -212,7 +241,7 @@ def train_step(
             f"kl_coefficient {config.loss.kl_coefficient} needs a reference: make Reference(rt.model) before the first "
             "step and pass it, or set the coefficient to 0"
         )
-    advantages_B = group_advantages(torch.tensor(rewards, dtype=torch.float32, device=rt.device), config.group_size)
+    advantages_B = group_advantages(check_rewards(None, rewards, len(completions)), config.group_size)
     rt.optimizer.zero_grad()  # of a step that failed
     starts = range(0, len(completions), config.micro_batch_size)
     parts = [completions[start : start + config.micro_batch_size] for start in starts]

@@ -6,12 +6,17 @@ Shape suffixes: B batch (completions, those of one prompt next to each other), T
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+
+from colo.engine import check_number
+from colo.rl.logprob import check_tensors
+from colo.rl.rewards import check_rewards
 
 
 class AdvantageScale(StrEnum):
@@ -76,6 +81,10 @@ class GRPOLossConfig:
     """The constant of `Aggregation.CONSTANT`: the most tokens that a completion may have."""
 
     def __post_init__(self) -> None:
+        for name in ("epsilon_low", "epsilon_high", "kl_coefficient", "importance_clip_max"):
+            check_number(name, getattr(self, name), Real, "a number")
+        if self.max_length is not None:
+            check_number("max_length", self.max_length, Integral, "a whole number")
         object.__setattr__(self, "importance_level", ImportanceLevel(self.importance_level))
         object.__setattr__(self, "aggregation", Aggregation(self.aggregation))
         checks = {
@@ -107,27 +116,43 @@ class GRPOLossOutput:
 
 
 def group_advantages(
-    rewards_B: Tensor, group_size: int, *, scale: AdvantageScale | str = AdvantageScale.GROUP, epsilon: float = 1e-4
+    rewards_B: Tensor | Iterable[float],
+    group_size: int,
+    *,
+    scale: AdvantageScale | str = AdvantageScale.GROUP,
+    epsilon: float = 1e-4,
 ) -> Tensor:
     """Advantage of each completion over the others of its group.
 
     `A_i = (r_i - mean(r)) / (std(r) + epsilon)` over the group (arXiv:2402.03300, section 4.1.2), std with Bessel's
-    correction; `scale="none"` leaves out the division (arXiv:2503.20783). `rewards_B` (B,) holds `group_size`
-    consecutive completions of each prompt. Returns (B,) in the rewards' dtype, float32 for integers; a group of equal
-    rewards gets zeros.
+    correction; `scale="none"` leaves out the division (arXiv:2503.20783). `rewards_B` (B,), a tensor, an array or a
+    list, holds `group_size` consecutive completions of each prompt. Returns (B,) on a tensor's device and in its dtype,
+    otherwise on the CPU; float32 for integers, arrays and lists. A group of equal rewards gets zeros. Not
+    differentiable.
 
-    Raises: `ValueError` for a group of fewer than 2, which has nothing to compare, or a batch of incomplete groups.
+    Raises: `ValueError` for a group of fewer than 2, which has nothing to compare, a batch of incomplete groups or of
+    none, or a reward that is no finite number.
     """
     scale = AdvantageScale(scale)
+    check_number("group_size", group_size, Integral, "a whole number")
+    check_number("epsilon", epsilon, Real, "a number")
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2, since advantages compare within a group, but is {group_size}")
-    if rewards_B.dim() != 1 or len(rewards_B) % group_size:
-        raise ValueError(f"rewards {tuple(rewards_B.shape)} must be one row of whole groups of {group_size}")
-    rewards_GS = (rewards_B if rewards_B.is_floating_point() else rewards_B.float()).view(-1, group_size)
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be positive and finite, for groups of equal rewards, but is {epsilon}")
+    shape = tuple(getattr(rewards_B, "shape", ()))
+    values = [] if len(shape) > 1 else check_rewards(None, rewards_B, None)
+    if not values or len(values) % group_size:
+        shape = shape or (len(values),)
+        raise ValueError(f"rewards {shape} must be one row of whole groups of {group_size}, and of one at least")
+    # in float64, and from the first of each group: equal rewards are then exactly as far from their mean, 0
+    rewards_GS = torch.tensor(values, dtype=torch.float64, device="cpu").view(-1, int(group_size))
+    rewards_GS = rewards_GS - rewards_GS[:, :1]
     centred_GS = rewards_GS - rewards_GS.mean(1, keepdim=True)
     if scale is AdvantageScale.GROUP:
         centred_GS = centred_GS / (rewards_GS.std(1, keepdim=True) + epsilon)
-    return centred_GS.flatten()
+    like = rewards_B if isinstance(rewards_B, Tensor) else centred_GS.float()
+    return centred_GS.flatten().to(like.device, like.dtype if like.is_floating_point() else torch.float32)
 
 
 def grpo_loss(
@@ -158,15 +183,17 @@ def grpo_loss(
 
     `logprobs_BT`, `old_logprobs_BT`, `engine_logprobs_BT` and `reference_logprobs_BT` are (B, T) floating point, in
     nats, at the same temperature; only the first is differentiated. `old_logprobs_BT` may be `None` when nothing was
-    updated since sampling: p_old is then p, detached. `advantages_B` is (B,), `mask_BT` (B, T), nonzero at the tokens
-    of completions; what else the other tensors hold there, NaN included, has no effect. An empty mask gives 0.
+    updated since sampling: p_old is then p, detached. `advantages_B` is (B,), on any device, `mask_BT` (B, T), nonzero
+    at the tokens of completions; what else the other tensors hold there, NaN included, has no effect. An empty mask
+    gives 0.
 
     Metrics, means over tokens: `num_tokens`, `ratio_mean` (r) and `clip_fraction` (tokens whose gradient was clipped);
     with a reference `kl` (k); with the engine's log-probabilities `mismatch_mean` and `mismatch_max` (of the absolute
     difference between log p_old and log p_engine) and `importance_weight_mean` (w). To weigh micro-batches as one batch
     under `Aggregation.TOKEN`, multiply each loss by its `num_tokens` and divide by their sum.
 
-    Raises: `ValueError` for shapes that do not fit, or a KL coefficient without a reference.
+    Raises: `TypeError` for what is no tensor; `ValueError` for shapes or devices that do not fit, or a KL coefficient
+    without a reference.
     """
     config = GRPOLossConfig() if config is None else config
     if config.kl_coefficient and reference_logprobs_BT is None:
@@ -174,7 +201,8 @@ def grpo_loss(
             f"kl_coefficient {config.kl_coefficient} needs reference_logprobs_BT: give them, or set it to 0"
         )
     others = {"old": old_logprobs_BT, "engine": engine_logprobs_BT, "reference": reference_logprobs_BT}
-    _check_shapes(logprobs_BT, advantages_B, mask_BT, others)
+    _check_inputs(logprobs_BT, advantages_B, mask_BT, others)
+    advantages_B = advantages_B.to(logprobs_BT.device)  # those of a list of rewards are on the CPU
     mask_BT = mask_BT.bool()
     # nothing was updated since sampling: p_old is p, and the ratio is 1 with a gradient
     old_BT = (logprobs_BT if old_logprobs_BT is None else old_logprobs_BT).detach()
@@ -194,16 +222,20 @@ def grpo_loss(
     return GRPOLossOutput(_aggregate(loss_BT, mask_BT, config), metrics)
 
 
-def _check_shapes(
+def _check_inputs(
     logprobs_BT: Tensor, advantages_B: Tensor, mask_BT: Tensor, others: Mapping[str, Tensor | None]
 ) -> None:
+    matrices = {f"{name} log-probabilities": t for name, t in others.items() if t is not None} | {"mask": mask_BT}
+    check_tensors({"log-probabilities": logprobs_BT, **matrices})
+    check_tensors({"advantages": advantages_B})
+    if not logprobs_BT.is_floating_point():
+        raise TypeError(f"log-probabilities must be floating point, but are {logprobs_BT.dtype}")
     if logprobs_BT.dim() != 2:
         raise ValueError(f"log-probabilities must be (batch, time), but are {tuple(logprobs_BT.shape)}")
     if advantages_B.shape != logprobs_BT.shape[:1]:
         raise ValueError(f"advantages must be ({len(logprobs_BT)},), but are {tuple(advantages_B.shape)}")
-    matrices = {f"{name} log-probabilities": tensor for name, tensor in others.items()} | {"mask": mask_BT}
     for name, tensor in matrices.items():
-        if tensor is not None and tensor.shape != logprobs_BT.shape:
+        if tensor.shape != logprobs_BT.shape:
             raise ValueError(f"{name} must be {tuple(logprobs_BT.shape)}, but is {tuple(tensor.shape)}")
 
 

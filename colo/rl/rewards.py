@@ -136,25 +136,25 @@ def _named(name: str, step: int | None) -> Iterator[None]:
 
 
 def check_rewards(
-    name: str, values: Any, expected: int, *, step: int | None = None, allow_none: bool = False
+    name: str | None, values: Any, expected: int | None, *, step: int | None = None, allow_none: bool = False
 ) -> list[float]:
-    """The values of a reward function as numbers; `step` is named in errors.
+    """The values of a reward function, or rewards without a name, as numbers; `step` is named in errors.
 
     With `allow_none` a `None`, by which TRL means that a reward does not apply, becomes NaN.
-    Raises: `ValueError` for anything but a list, tensor or array of `expected` finite numbers.
+    Raises: `ValueError` for anything but a list, tensor or array of `expected` finite numbers (`None`: of any number).
     """
+    said, do = ("rewards hold", "give") if name is None else (f"reward {name!r} returned", "return")
     or_none = ", or None where it has no opinion" if allow_none else ""
-    wanted = f"return a list of {expected} numbers, one for each completion{or_none}"
+    count = "" if expected is None else f"{expected} "
+    wanted = f"{do} a list of {count}numbers, one for each completion{or_none}"
     if hasattr(values, "tolist"):
         values = values.tolist()
     # a string is iterable, and no list of numbers
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise ValueError(f"reward {name!r} returned {values!r:.100}{_at(step)}: {wanted}")
+        raise ValueError(f"{said} {values!r:.100}{_at(step)}: {wanted}")
     found = list(values)
-    if len(found) != expected:
-        raise ValueError(
-            f"reward {name!r} returned {len(found)} values for {expected} completions{_at(step)}: {wanted}"
-        )
+    if expected not in (None, len(found)):
+        raise ValueError(f"{said} {len(found)} values for {expected} completions{_at(step)}: {wanted}")
     for index, value in enumerate(found):
         if hasattr(value, "item") and not getattr(value, "ndim", 0):
             value = value.item()
@@ -163,8 +163,8 @@ def check_rewards(
         # `Real` and finite: a NaN would make every advantage of its group NaN
         elif not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(
-                f"reward {name!r} returned {value!r:.100} for completion {index} of {expected}{_at(step)}: return a "
-                f"finite number, such as 0.0 for what cannot be scored{or_none}"
+                f"{said} {value!r:.100} for completion {index} of {len(found)}{_at(step)}: {do} a finite number, such "
+                f"as 0.0 for what cannot be scored{or_none}"
             )
         else:
             found[index] = float(value)

@@ -322,6 +322,9 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed():
         ({"bias_V": torch.zeros(30, dtype=torch.bfloat16)}, TypeError, "must share one of"),
         ({"token_ids_N": torch.zeros(4)}, TypeError, "must be integers, not torch.float32"),
         ({"token_ids_N": torch.zeros(4, dtype=torch.bool)}, TypeError, "must be integers, not torch.bool"),
+        ({"token_ids_N": [0, 1, 2, 3]}, TypeError, r"token ids must be a tensor, not \[0, 1, 2, 3\]"),
+        ({"bias_V": [0.0] * 30}, TypeError, "bias must be a tensor"),
+        ({"weight_VD": torch.zeros(30, 8, device="meta")}, ValueError, "not on one device, but hidden on cpu, weight"),
         ({"token_ids_N": torch.zeros(5, dtype=torch.long)}, ValueError, "one token id a row"),
         ({"hidden_ND": torch.zeros(8), "token_ids_N": torch.tensor(1)}, ValueError, "one token id a row"),
         ({"weight_VD": torch.zeros(30, 9)}, ValueError, r"must be \(vocabulary, 8\), but is \(30, 9\)"),
@@ -730,9 +733,15 @@ def test_no_hook_stays_on_the_model():
         ({"completion_mask_BT": torch.ones(3, 4)}, r"completion_mask must be \(3, 11\), but is \(3, 4\)"),
         ({"input_ids_BT": torch.ones(4).long(), "attention_mask_BT": torch.ones(4)}, r"must be \(batch, time\)"),
         ({"input_ids_BT": torch.ones(0, 4).long(), "attention_mask_BT": torch.ones(0, 4)}, "not empty"),
+        ({"input_ids_BT": [[1, 2]]}, r"input_ids must be a tensor, not \[\[1, 2\]\]"),
+        ({"input_ids_BT": torch.ones(3, 11)}, "input_ids must be integers, not torch.float32"),
+        ({"attention_mask_BT": None}, "attention_mask must be a tensor, not None"),
+        ({"completion_mask_BT": [[1, 1]]}, "completion_mask must be a tensor"),
+        ({"attention_mask_BT": torch.ones(3, 11, device="meta")}, "not on one device, .* attention_mask on meta: move"),
     ],
+    ids=str,
 )
-def test_wrong_shapes_are_named(change, message):
+def test_wrong_inputs_are_named(change, message):
     arguments = dict(zip(("input_ids_BT", "attention_mask_BT"), batch(), strict=True))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         model_logprobs(tiny_model(), **(arguments | change))

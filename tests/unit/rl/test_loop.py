@@ -113,6 +113,20 @@ def test_a_batch_is_as_long_as_its_longest_completion():
 def test_a_batch_of_nothing_is_refused():
     with pytest.raises(ValueError, match="no completions to collate: sample more, or skip the step"):
         Batch.of([], torch.device("cpu"))
+    with pytest.raises(ValueError, match="no completions to collate"):
+        Batch.of(iter(()), torch.device("cpu"))
+
+
+def test_a_batch_is_made_of_what_can_be_read_once():
+    batch, same = Batch.of(iter(COMPLETIONS), torch.device("cpu")), Batch.of(COMPLETIONS, torch.device("cpu"))
+    assert torch.equal(batch.engine_logprobs_BT, same.engine_logprobs_BT)
+    assert torch.equal(batch.input_ids_BT, same.input_ids_BT)
+
+
+def test_tokens_without_log_probabilities_are_refused():
+    silent = replace(COMPLETIONS[1], logprobs=())
+    with pytest.raises(ValueError, match="completion 1 has 1 tokens and 0 log-probabilities: have its engine return"):
+        Batch.of([COMPLETIONS[0], silent], torch.device("cpu"))
 
 
 # ---- a step --------------------------------------------------------------------------------------------------------
@@ -201,6 +215,21 @@ def test_incomplete_groups_are_refused_before_anything_is_trained(rt):
     assert rt.weights_version == 0
 
 
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([*REWARDS, 1.0, 0.0], "rewards hold 6 values for 4 completions: give a list of 4 numbers"),
+        ([1.0, None, 0.0, 0.0], "rewards hold None for completion 1 of 4: give a finite number"),
+        (torch.tensor([1.0, 0.0, math.nan, 0.0]), "rewards hold nan for completion 2 of 4"),
+    ],
+    ids=str,
+)
+def test_rewards_that_are_not_one_number_each_are_refused_before_anything_is_trained(rt, rewards, words):
+    with rt.train(), pytest.raises(ValueError, match=words):
+        train_step(rt, COMPLETIONS, rewards, GRPOConfig(group_size=2))
+    assert rt.weights_version == 0
+
+
 # ---- the loop ------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +293,22 @@ def test_settings_have_least_values(name, least):
 def test_a_group_of_one_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="group_size must be at least 2, but is 1: advantages compare the completions"):
         GRPOConfig(group_size=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"group_size": 8.0}, r"group_size must be a whole number, not 8\.0"),
+        ({"micro_batch_size": None}, "micro_batch_size must be a whole number, not None"),
+        ({"seed": "1"}, "seed must be a whole number, not '1'"),
+        ({"temperature": "1"}, "temperature must be a number, not '1'"),
+        ({"temperature": 0}, "temperature must be positive and finite, for completions that differ, but is 0"),
+        ({"temperature": math.nan}, "temperature must be positive and finite"),
+    ],
+)
+def test_settings_that_no_step_can_be_made_with_are_refused(settings, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        GRPOConfig(**settings)
 
 
 # ---- several rewards -------------------------------------------------------------------------------------------------

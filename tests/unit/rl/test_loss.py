@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -331,6 +332,28 @@ def test_wrong_shapes_are_named(changes, message):
         grpo_loss(**arguments(**changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"logprobs_BT": [[-1.0]]}, TypeError, r"log-probabilities must be a tensor, not \[\[-1\.0\]\]"),
+        ({"logprobs_BT": torch.zeros(2, 3, dtype=torch.long)}, TypeError, "must be floating point, but are"),
+        ({"old_logprobs_BT": [[-1.0]]}, TypeError, "old log-probabilities must be a tensor"),
+        ({"engine_logprobs_BT": np.zeros((2, 3))}, TypeError, "engine log-probabilities must be a tensor"),
+        ({"advantages_B": [1.0, -1.0]}, TypeError, r"advantages must be a tensor, not \[1\.0, -1\.0\]"),
+        ({"mask_BT": None}, TypeError, "mask must be a tensor, not None"),
+        (
+            {"mask_BT": torch.ones(2, 3, device="meta")},
+            ValueError,
+            r"tensors are not on one device, but .* mask on meta: move them with \.to\(device\)",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_tensor_or_elsewhere_is_named(changes, error, message):
+    with pytest.raises(error, match=message):
+        grpo_loss(**arguments(**changes))
+
+
 def test_a_kl_coefficient_needs_a_reference():
     with pytest.raises(ValueError, match=r"kl_coefficient 0\.1 needs reference_logprobs_BT"):
         grpo_loss(**arguments(), config=GRPOLossConfig(kl_coefficient=0.1))
@@ -350,10 +373,13 @@ def test_a_kl_coefficient_needs_a_reference():
         ({"max_length": 5}, "max_length goes with aggregation 'constant'"),
         ({"aggregation": "median"}, "'median' is not a valid Aggregation"),
         ({"importance_level": "word"}, "'word' is not a valid ImportanceLevel"),
+        ({"epsilon_low": "0.2"}, "epsilon_low must be a number, not '0.2'"),
+        ({"kl_coefficient": None}, "kl_coefficient must be a number, not None"),
+        ({"aggregation": "constant", "max_length": 256.0}, r"max_length must be a whole number, not 256\.0"),
     ],
 )
 def test_settings_are_checked(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         GRPOLossConfig(**settings)
 
 
@@ -381,6 +407,70 @@ def test_equal_rewards_teach_nothing(scale):
     assert torch.equal(group_advantages(torch.full((8,), 0.7), 4, scale=scale), torch.zeros(8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reward", [0.1, -3.3, 33333.3, 1234567.9])
+def test_equal_rewards_teach_nothing_where_their_mean_is_rounded(reward, dtype):
+    for size in (3, 5, 6, 7, 12):
+        advantages_B = group_advantages(torch.full((size,), reward, dtype=dtype), size)
+        assert torch.equal(advantages_B, torch.zeros(size, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [1, 0.5, 0, 0.5],
+        (1.0, 0.5, 0.0, 0.5),
+        iter([1, 0.5, 0, 0.5]),
+        np.array([1, 0.5, 0, 0.5]),
+        [torch.tensor(1.0), np.float32(0.5), False, 0.5],
+    ],
+    ids=["list", "tuple", "iterator", "array", "mixed"],
+)
+def test_rewards_of_any_kind_give_the_advantages_of_a_tensor(rewards):
+    found = group_advantages(rewards, 2)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, group_advantages(torch.tensor([1, 0.5, 0, 0.5]), 2))
+
+
+def test_large_numbers_are_told_apart():
+    for rewards in (torch.tensor([6e4, -6e4], dtype=torch.float16), [2**40, 2**40 - 1], torch.tensor([3e38, -3e38])):
+        assert group_advantages(rewards, 2).tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (torch.tensor([1.0, math.nan]), "rewards hold nan for completion 1 of 2: give a finite number, such as 0.0"),
+        (torch.tensor([-math.inf, 1.0]), "rewards hold -inf for completion 0 of 2"),
+        ([1.0, None], "rewards hold None for completion 1 of 2"),
+        ([1.0, "1"], "rewards hold '1' for completion 1 of 2"),
+        (torch.tensor([1j, 0]), "rewards hold 1j for completion 0 of 2"),
+        (torch.tensor(1.0), r"rewards hold 1\.0: give a list of numbers, one for each completion"),
+        ("10", "rewards hold '10': give a list of numbers"),
+        ([[1.0, 0.0]], r"rewards hold \[1\.0, 0\.0\] for completion 0 of 1"),
+    ],
+    ids=str,
+)
+def test_a_reward_that_is_no_finite_number_is_refused(rewards, message):
+    with pytest.raises(ValueError, match=message):
+        group_advantages(rewards, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_size": 2.0}, r"group_size must be a whole number, not 2\.0"),
+        ({"group_size": "2"}, "group_size must be a whole number, not '2'"),
+        ({"group_size": 2, "epsilon": 0}, "epsilon must be positive and finite, for groups of equal rewards, but is 0"),
+        ({"group_size": 2, "epsilon": math.nan}, "epsilon must be positive and finite"),
+        ({"group_size": 2, "epsilon": None}, "epsilon must be a number, not None"),
+    ],
+)
+def test_settings_of_advantages_are_checked(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        group_advantages(torch.zeros(4), **settings)
+
+
 @settings(max_examples=100)
 @given(
     st.lists(st.floats(-100, 100), min_size=8, max_size=8),
@@ -404,6 +494,7 @@ def test_advantages_of_a_group_add_up_to_zero_and_ignore_an_offset(rewards, offs
         (torch.zeros(4), 1, "group_size must be at least 2, since advantages compare within a group, but is 1"),
         (torch.zeros(5), 2, r"rewards \(5,\) must be one row of whole groups of 2"),
         (torch.zeros(2, 2), 2, r"rewards \(2, 2\) must be one row"),
+        ([], 2, r"rewards \(0,\) must be one row of whole groups of 2, and of one at least"),
     ],
 )
 def test_incomplete_groups_are_refused(rewards, group_size, message):
