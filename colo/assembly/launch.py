@@ -48,13 +48,13 @@ from colo.assembly.share import (
 )
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, PacksWeights
-from colo.engines.layout import bind, empty_model, refuse_quantized, require_causal_lm
+from colo.engines.layout import bind, empty_model, require_causal_lm
 from colo.errors import Unsupported, named_misfits
 from colo.memory.storage import with_own_storage
 from colo.planning.model_shape import config_file
 from colo.runtime import Runtime
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
-from colo.weights.packed import method_of, pack
+from colo.weights.packed import BITSANDBYTES, method_of, pack, refuse_quantized
 from colo.weights.sources.heads import refuse_heads
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.peft import TIED_WARNING, check_lora_config, has_adapted_head, warn_of_tied_head
@@ -301,14 +301,8 @@ def _is_packed_by_vllm(request: EngineRequest) -> bool:
     """
     from colo.engines.vllm import compat
     from colo.engines.vllm.client.start import import_apart, packs_weights
-    from colo.engines.vllm.wire import BITSANDBYTES
 
     options = request.engine_options
-    if isinstance(request.model, (PretrainedConfig, PreTrainedModel)):
-        config = request.model if isinstance(request.model, PretrainedConfig) else request.model.config
-        if BITSANDBYTES in (options.get("quantization"), method_of(getattr(config, "quantization_config", None))):
-            raise Unsupported("vLLM packs weights as it reads a checkpoint: give a folder or a hub id")
-        return False
     if not packs_weights(request.model, options):
         return False
     if request.lora is None:
@@ -391,7 +385,7 @@ def _read(path: str, **options: Any) -> tuple[Any, list[str]]:
         raise adapter_alone(path)  # transformers would put it on its base
     require_causal_lm(config := config_of(path, options["revision"]))
     # of other methods some are undone as they are read, and the engine refuses those that are not
-    if method_of(getattr(config, "quantization_config", None)) == "bitsandbytes":
+    if (method_of(config) or "").startswith(BITSANDBYTES):
         refuse_quantized(config)
     with _without_its_code(path):
         # a plain load draws at random what is missing, and only warns

@@ -398,6 +398,10 @@ def start_for(
             "with an engine: colo.start(folder, engine='vllm', engine_options={'quantization': 'bitsandbytes'}, "
             "lora=...)"
         )
+    if kind == "vllm":
+        from colo.engines.vllm.client.start import packs_weights
+
+        packs_weights(base, engine_options)  # none of a model: it refuses what cannot be, before anything starts
     device = model_device(model)
     is_folded = config.fold_adapter and is_peft_model(model)
     # folded: the engine needs no LoRA kernels, and no matrices

@@ -23,7 +23,6 @@ from colo.engine import AdapterWeights
 from colo.errors import TransferError, Unsupported
 from colo.memory.region import Region, allocate_region, carve, carved_bytes
 from colo.units import GIB, align_up
-from colo.weights.packed import method_of
 from colo.weights.sources.module import saved_buffers
 from colo.weights.sources.names import checkpoint_views
 
@@ -227,20 +226,6 @@ def require_causal_lm(config: PretrainedConfig) -> None:
             "can be loaded by AutoModelForCausalLM; of one with code of its own register the classes "
             "(AutoModelForCausalLM.register)"
         )
-
-
-def refuse_quantized(config: PretrainedConfig) -> None:
-    """Raise `Unsupported` for a model of quantized weights: the embedded engine would be made with others."""
-    for part in (config, config.get_text_config()):
-        if (found := getattr(part, "quantization_config", None)) is not None:
-            if (method := method_of(found)) == "bitsandbytes":
-                raise Unsupported(
-                    "weights that bitsandbytes packs can be shared with vLLM alone, in 4 bits: engine='vllm'"
-                )
-            raise Unsupported(
-                f"colo's own engine computes with weights as they are trained, and these are quantized ({method}): "
-                "give a checkpoint from before that, or, where they are not, a config without quantization_config"
-            )
 
 
 def bind(model: PreTrainedModel, views: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:

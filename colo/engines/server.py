@@ -31,6 +31,7 @@ from colo.phases.phase import Done, Move, Residency, check_move
 from colo.planning.kv_cache import layer_caches
 from colo.units import format_bytes
 from colo.weights.mismatch import not_numbers
+from colo.weights.packed import refuse_quantized
 from colo.weights.sources.module import OUTPUT_LAYER, ModuleSource, own_output_layer
 from colo.weights.sources.names import checkpoint_views
 
@@ -72,14 +73,19 @@ class ServerFacts:
 
 
 def config_of(path: str, where: str, or_else: str = "") -> PretrainedConfig:
-    """The config of the checkpoint that a server has loaded. Raises: `Unsupported` where it cannot be read here."""
+    """The config of the checkpoint that a server has loaded.
+
+    Raises: `Unsupported` where it cannot be read here, and for quantized weights.
+    """
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise Unsupported(
             f"the config of {path}, which {where} has loaded, cannot be read here ({error}): colo needs it to know "
             f"shapes and the vocabulary before it sends anything{or_else}"
         ) from error
+    refuse_quantized(config)
+    return config
 
 
 def own_dtype(config: PretrainedConfig) -> torch.dtype | None:

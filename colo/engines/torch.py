@@ -17,7 +17,7 @@ import torch
 from colo.engine import AdapterWeights, Completion, SamplingParams, SleepLevel
 from colo.engines.base import EngineBase
 from colo.engines.caches import Footprint, KVCacheBuffer, ModelCaches, Reservation, Wave
-from colo.engines.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model, refuse_quantized
+from colo.engines.layout import FusedWeights, Layout, LoadedAdapters, bind, empty_model
 from colo.engines.sampling import check_seeds, sample_rows
 from colo.engines.text import check_count, check_prompts, positions_of
 from colo.errors import PhaseError
@@ -27,6 +27,7 @@ from colo.memory.region import Region, allocate_region, close_all
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Move, Residency, Segment
 from colo.weights.mismatch import first_not_finite, not_numbers
+from colo.weights.packed import refuse_quantized
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -17,6 +17,9 @@ from torch import nn
 from colo.errors import Unsupported
 from colo.memory.storage import with_own_storage
 
+BITSANDBYTES = "bitsandbytes"
+"""Name that transformers and vLLM have for what packs weights to 4 bits."""
+
 _KINDS = ("Params4bit", "Int8Params")  # parameters of bitsandbytes
 
 
@@ -35,11 +38,39 @@ def is_packed(parameter: torch.Tensor) -> bool:
     return type(parameter).__name__ in _KINDS
 
 
-def method_of(quantization_config: Any) -> str | None:
-    """Name the method of a config's `quantization_config`, in either of its forms; `None` without one."""
-    found = quantization_config
-    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
-    return None if method is None else str(getattr(method, "value", method))
+def method_of(config: Any) -> str | None:
+    """Name the method that a checkpoint's weights are quantized by, from its config or the mapping in `config.json`.
+
+    `None` for weights that are whole.
+    """
+    # multimodal models keep the text model's own; `compression_config` is of compressed-tensors
+    parts = (config, _field(config, "text_config"))
+    places = [_field(part, name) for name in ("quantization_config", "compression_config") for part in parts]
+    found = next(filter(None, places), None)
+    if found is None:
+        return None
+    method = _field(found, "quant_method")
+    name = str(getattr(method, "value", method) or "by a method without a name")
+    return f"{name} in 8 bits" if name == BITSANDBYTES and _field(found, "load_in_8bit") else name
+
+
+def _field(record: Any, name: str) -> Any:
+    return record.get(name) if isinstance(record, Mapping) else getattr(record, name, None)
+
+
+def refuse_quantized(config: Any) -> None:
+    """Raise `Unsupported` for a checkpoint of quantized weights: an engine's would not be the trainer's."""
+    method = method_of(config)
+    if method == BITSANDBYTES:
+        raise Unsupported(
+            "weights that bitsandbytes packs can be shared with vLLM alone, in 4 bits: engine='vllm', and a folder or "
+            "a hub id"
+        )
+    if method is not None:
+        raise Unsupported(
+            f"an engine samples from weights as they are trained, and these are quantized ({method}): give a "
+            "checkpoint from before that, or, where they are not, a config without quantization_config"
+        )
 
 
 def pack(model: nn.Module, weights: Mapping[str, PackedWeight], *, compute_dtype: torch.dtype) -> None:

@@ -30,9 +30,6 @@ STORE_KEY = "colo_store"
 FORMAT_KEY = "colo_load_format"
 """vLLM's load format for what is read into that memory, such as `auto` or `dummy`."""
 
-BITSANDBYTES = "bitsandbytes"
-"""vLLM's name of the quantization that packs weights to 4 bits as they are read."""
-
 _TRACEBACK_CHARACTERS = 20_000
 """The last so many travel."""
 

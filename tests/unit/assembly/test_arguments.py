@@ -1,6 +1,7 @@
 """What `launch` and `share` say of arguments that they do not take, and which forms of others they do."""
 
 import copy
+import json
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -20,6 +21,7 @@ from colo.assembly.launch import dtype_of
 from colo.config import RuntimeConfig
 from colo.engines.torch import TorchEngine
 from colo.engines.vllm import compat
+from colo.engines.vllm.client.engine import VLLMEngine
 from colo.units import MIB
 from tests.models import TINY
 
@@ -288,6 +290,47 @@ def test_quantized_weights_are_refused_by_the_embedded_engine_and_not_built_othe
         colo.share("torch", model, torch.optim.SGD(model.parameters()))
     model.config.quantization_config = None
     launch(model.config).close()
+
+
+@pytest.mark.parametrize("form", ["folder", "config", "model", "share"])
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "fp8"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}, "gptq"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "bitsandbytes in 8 bits"),
+        ({"quantization_config": {"producer": {"name": "modelopt"}}}, "by a method without a name"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_a_quantized_checkpoint_is_refused_before_vllm_starts_or_weights_are_read(
+    monkeypatch, tmp_path, settings, method, form
+):
+    monkeypatch.setattr(VLLMEngine, "__init__", lambda *_, **__: pytest.fail("vLLM is being started"))
+    model = made()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    with pytest.raises(colo.Unsupported, match=rf"are quantized \({method}\): give a checkpoint from before that"):
+        if form == "share":
+            colo.share("vllm", model, SGD(model.parameters(), lr=0.1))
+        else:
+            launch({"folder": tmp_path, "config": model.config, "model": model}[form], engine="vllm")
+
+
+def test_a_model_has_no_files_that_vllm_could_pack_to_4_bits():
+    model, packing = made(), {"quantization": "bitsandbytes"}
+    for ask in (
+        lambda: launch(model, engine="vllm", engine_options=packing, lora=LORA),
+        lambda: colo.share("vllm", model, SGD(model.parameters(), lr=0.1), engine_options=packing),
+    ):
+        with pytest.raises(colo.Unsupported, match="vLLM packs weights as it reads a checkpoint: give a folder"):
+            ask()
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])

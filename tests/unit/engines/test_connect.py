@@ -2,6 +2,7 @@
 
 import httpx
 import pytest
+from transformers import Qwen3Config
 
 import colo
 from colo.errors import EngineLost, Unsupported
@@ -58,6 +59,18 @@ def test_an_sglang_server_that_cannot_take_weights_is_refused_with_what_to_chang
         "/v1/models": {"data": [{"max_model_len": 64}]},
     }
     with pytest.raises(Unsupported, match=words):
+        connect(lambda request: httpx.Response(200, json=answers[request.url.path]))
+
+
+def test_a_server_on_a_quantized_checkpoint_is_refused(tmp_path):
+    Qwen3Config(quantization_config={"quant_method": "fp8"}).save_pretrained(tmp_path)
+    sglang = {"version": "0.5.21", "dtype": "auto", "device": "cpu", "max_total_num_tokens": 1, "max_req_input_len": 1}
+    answers = {
+        "/model_info": {"weight_version": "default", "model_path": str(tmp_path)},
+        "/server_info": sglang | {"tp_size": 1, "pp_size": 1, "dp_size": 1},
+        "/v1/models": {"data": [{"max_model_len": 64}]},
+    }
+    with pytest.raises(Unsupported, match=r"these are quantized \(fp8\)"):
         connect(lambda request: httpx.Response(200, json=answers[request.url.path]))
 
 

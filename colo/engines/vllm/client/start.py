@@ -28,10 +28,10 @@ from colo.engines.base import EngineStatus
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.llm_link import InProcessLink, LLMLink, OwnProcessLink
 from colo.engines.vllm.processes import start_apart_from_interrupts
-from colo.engines.vllm.wire import BITSANDBYTES, COLO, FORMAT_KEY, STORE_KEY, WORKER_EXTENSION
+from colo.engines.vllm.wire import COLO, FORMAT_KEY, STORE_KEY, WORKER_EXTENSION
 from colo.errors import Unsupported, named_misfits
 from colo.memory.probe import used_device_bytes
-from colo.weights.packed import method_of
+from colo.weights.packed import BITSANDBYTES, method_of, refuse_quantized
 
 T = TypeVar("T")
 
@@ -86,23 +86,40 @@ def _start_here(start: Callable[[], T], options: Mapping[str, Any], device: torc
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-def packs_weights(model: str | os.PathLike[str], options: Mapping[str, Any]) -> bool:
-    """Tell whether vLLM, started with `options`, packs the weights of a checkpoint, or finds them packed."""
-    return quantization_of(model, options) == BITSANDBYTES
+def packs_weights(
+    model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel, options: Mapping[str, Any]
+) -> bool:
+    """Tell whether vLLM, started with `options`, packs the weights of a checkpoint, or finds them packed.
+
+    Raises: `Unsupported` for a checkpoint that is quantized otherwise, and where there are no files that it could pack.
+    """
+    config = _config(model, options)
+    # vLLM's quantization of whole weights (`fp8`) is made anew from the trainer's; a checkpoint's cannot be
+    if method_of(config) != BITSANDBYTES:
+        refuse_quantized(config)
+    packs = quantization_of(model, options) == BITSANDBYTES
+    if packs and isinstance(model, (PretrainedConfig, PreTrainedModel)):
+        raise Unsupported("vLLM packs weights as it reads a checkpoint: give a folder or a hub id")
+    return packs
 
 
-def quantization_of(model: str | os.PathLike[str], options: Mapping[str, Any]) -> str | None:
-    """Name the quantization of a checkpoint in vLLM started with `options`, or its own; `None` without any."""
+def quantization_of(
+    model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel, options: Mapping[str, Any]
+) -> str | None:
+    """Name the quantization of a model in vLLM started with `options`, or its own; `None` without any."""
     if options.get("quantization") is not None:
         return str(options["quantization"])
-    found = _config_dict(model, options)
-    of_text = found.get("text_config") or {}
-    # compressed-tensors writes `compression_config`, multimodal models keep the text model's own
-    places = (found.get("quantization_config"), of_text.get("quantization_config"), found.get("compression_config"))
-    return next((method for place in places if (method := method_of(place)) is not None), None)
+    return method_of(_config(model, options))
 
 
-def _config_dict(model: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:
+def _config(
+    model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel, options: Mapping[str, Any]
+) -> PretrainedConfig | dict[str, Any]:
+    """A model's config, or what `config.json` of a checkpoint says."""
+    if isinstance(model, PretrainedConfig):
+        return model
+    if isinstance(model, PreTrainedModel):
+        return model.config
     place = os.fspath(options.get("hf_config_path") or model)
     try:
         found: dict[str, Any] = PretrainedConfig.get_config_dict(
@@ -123,10 +140,10 @@ def changes_transformers(
     compat.vllm_version()  # which is there, or says how to install it
     from vllm.model_executor.models import ModelRegistry
 
-    if isinstance(model, (str, os.PathLike)):
-        names = _config_dict(model, options).get("architectures")
+    config = _config(model, options)
+    if isinstance(config, dict):
+        names = config.get("architectures")
     else:
-        config = model if isinstance(model, PretrainedConfig) else model.config
         kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
         names = config.architectures or (kind and [kind.__name__])
     if options.get("model_impl") == "transformers" or not names:

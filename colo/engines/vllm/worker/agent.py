@@ -34,7 +34,7 @@ from colo.memory.specs import CopySpec, Place, TensorSpec
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, Residency
 from colo.weights.delta import DeltaTarget
 from colo.weights.meeting import GroupEnd, Meeting, join
-from colo.weights.packed import PackedWeight
+from colo.weights.packed import BITSANDBYTES, PackedWeight
 from colo.weights.transports.receiver import Receiver, run_step
 
 plugin.register()
@@ -188,7 +188,7 @@ class WorkerAgent:
         return record(self._model, self._worker.model_config, self._device, source, model_type)
 
     def _packed(self, asked: wire.Packed) -> dict[str, PackedWeight]:
-        if self._worker.model_config.quantization != wire.BITSANDBYTES:
+        if self._worker.model_config.quantization != BITSANDBYTES:
             return {}
         return packed_weights(self._model)
 

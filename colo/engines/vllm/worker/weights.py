@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.utils import get_packed_modules_mapping
 
 from colo.engines.vllm import compat
-from colo.engines.vllm.wire import BITSANDBYTES, error_in_words
+from colo.engines.vllm.wire import error_in_words
 from colo.engines.vllm.worker.loader import placement_of
 from colo.errors import ColoError, PhaseError, TransferError, Unsupported
 from colo.memory.load_plan import Copy, LoadPlan, Part, num_covered, tensors_in
@@ -26,7 +26,7 @@ from colo.memory.share import empty
 from colo.memory.specs import TensorSpec
 from colo.memory.storage import storage_key
 from colo.weights.meeting import Meeting, store_of
-from colo.weights.packed import PackedWeight
+from colo.weights.packed import BITSANDBYTES, PackedWeight, refuse_quantized
 from colo.weights.sources.names import checkpoint_views
 from colo.weights.transports.receiver import Receiver, run_step
 from colo.weights.transports.remote import PlanWords, SliceTarget
@@ -37,15 +37,13 @@ def record(
 ) -> LoadPlan:
     """Record the plan of `source`, in the names of a transformers model of `model_type`; no byte is moved.
 
-    Raises: `TransferError` when parameters do not cover the model exactly once, or its loader does not take them.
+    Raises: `TransferError` when parameters do not cover the model exactly once, or its loader does not take them;
+    `Unsupported` for an engine on a quantized checkpoint, or one that has packed what the trainer has whole.
     """
-    why = _why_not_recorded(model, model_config, device)
     if model_config.quantization == BITSANDBYTES:
-        try:
-            return record_packed(model, source, model_type)
-        except Unsupported as error:
-            why = str(error)
-    if why:
+        return record_packed(model, source, model_type)
+    refuse_quantized(model_config.hf_config)
+    if why := _why_not_recorded(model, model_config, device):
         return LoadPlan.of(source, fallbacks=dict.fromkeys(source, why))
     load, as_checkpoint = _loader(model, model_type)
     optional = dict(compat.loadable_buffers(model))
@@ -128,23 +126,29 @@ def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
 
 
 def record_packed(model: nn.Module, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
-    """The plan of `source`: packed weights as they are, the others as vLLM's loader copies them."""
+    """The plan of `source`: packed weights as they are, the others as vLLM's loader copies them.
+
+    Raises: as `packed_weights`, and `Unsupported` for a weight that the engine alone has packed.
+    """
     packed = packed_weights(model)
     plain = {name: tensor for name, tensor in source.items() if name not in packed}
     inside = _packed_parameters(model)
     destinations = {name: t for name, t in compat.unpadded_parameters(model).items() if name not in inside}
     load, as_checkpoint = _loader(model, model_type)
     plan = LoadPlan.record(load, plain, destinations, as_checkpoint=as_checkpoint)
-    copies, fallbacks = list(plan.copies), dict(plan.fallbacks)
-    for name in source.keys() & packed.keys():
+    copies = list(plan.copies)
+    for name in packed.keys() & source.keys():
         tensor, target = source[name], packed[name].data
-        if (tensor.dtype, tensor.shape, tensor.stride()) == (target.dtype, target.shape, target.stride()):
-            copies.append(
-                Copy(name=name, shape=tuple(tensor.shape), stride=tuple(tensor.stride()), offset=0, target=target)
+        if (tensor.dtype, tensor.shape, tensor.stride()) != (target.dtype, target.shape, target.stride()):
+            raise Unsupported(
+                f"the engine has packed {name} (bitsandbytes), and the trainer has it in {tensor.dtype}, which vLLM "
+                "packs from files alone: leave the engine's quantization out, or let colo.launch(folder, "
+                "engine='vllm', engine_options={'quantization': 'bitsandbytes'}, lora=...) build both"
             )
-        else:
-            fallbacks[name] = "the engine has packed it (bitsandbytes)"
-    return LoadPlan.of(source, copies=copies, fallbacks=fallbacks)
+        copies.append(
+            Copy(name=name, shape=tuple(tensor.shape), stride=tuple(tensor.stride()), offset=0, target=target)
+        )
+    return LoadPlan.of(source, copies=copies, fallbacks=plan.fallbacks)
 
 
 def _packed_parameters(model: nn.Module) -> dict[str, Any]:

@@ -71,6 +71,9 @@ def test_a_model_that_cannot_be_copied_to_is_refused_with_the_reason(transfer):
     info = {"step": "bind", "arguments": {"tensors": [TensorSpec("weight", "float32", (2, 2), (2, 1)).to_wire()]}}
     with pytest.raises(Unsupported, match="weight cannot be copied: the engine quantizes its weights .fp8."):
         transfer.init_transfer_engine(transfer.parse_init_info(info))
+    transfer.model_config.hf_config.quantization_config = {"quant_method": "fp8", "activation_scheme": "static"}
+    with pytest.raises(Unsupported, match=r"these are quantized \(fp8\): give a checkpoint from before that"):
+        transfer.init_transfer_engine(transfer.parse_init_info(info))
 
 
 def test_an_update_ends_only_when_it_was_attested_and_only_once(transfer, monkeypatch):

@@ -83,12 +83,11 @@ def test_all_of_it_can_be_shared_once_a_trainer_has_it_packed_too(engine):
     assert plan.aliases["norm.weight"].data_ptr() == engine.norm.weight.data_ptr()
 
 
-def test_a_trainer_with_16_bits_is_told_why_it_cannot(engine):
+def test_a_trainer_with_16_bits_is_refused_by_an_engine_that_has_packed_them(engine):
     source = {f"attn.{name}.weight": torch.empty(shape, device="meta") for name, shape in SHAPES.items()}
     source |= {"attn.o_proj.weight": torch.empty(4, 8, device="meta"), "norm.weight": torch.empty(4, device="meta")}
-    plan = weights.record_packed(engine, source, None)
-    assert set(plan.fallbacks.values()) == {"the engine has packed it (bitsandbytes)"}
-    assert set(plan.fallbacks) == {name for name in source if name != "norm.weight"}
+    with pytest.raises(Unsupported, match=r"has packed attn\.\w+\.weight \(bitsandbytes\), and the trainer has it in"):
+        weights.record_packed(engine, source, None)
 
 
 @pytest.mark.parametrize("error", [AssertionError("of 5"), ValueError("of 5"), RuntimeError("of 5"), KeyError("of 5")])
@@ -166,7 +165,11 @@ def test_a_vllm_that_cannot_pack_is_refused_with_what_to_install(monkeypatch, tm
 def test_whether_vllm_quantizes_or_packs_a_checkpoint_is_known_before_it_starts(tmp_path, settings, options, method):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | settings))
     assert quantization_of(tmp_path, options) == method
-    assert packs_weights(tmp_path, options) is (method == "bitsandbytes")
+    if method in (None, "bitsandbytes", "fp8"):
+        assert packs_weights(tmp_path, options) is (method == "bitsandbytes")
+    else:
+        with pytest.raises(Unsupported, match=rf"these are quantized \({method}\)"):
+            packs_weights(tmp_path, options)
     assert quantization_of(tmp_path / "model.gguf", {}) is None  # which vLLM reads in its own way
     assert not packs_weights(tmp_path / "model.gguf", {})  # which vLLM reads in its own way
 
