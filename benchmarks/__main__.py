@@ -3,8 +3,9 @@
     python -m benchmarks NAME [options]
 
 lists all without a name. Rows are written to the file that `--json` names as they come, so that a benchmark that Ctrl-C
-or SIGTERM interrupts keeps those that it has; so does one that its limit of eight minutes ends. On a CPU the models are
-tiny, which shows that it works and no more. house, offload, stream, logprob, sharded and, on a CPU, trl need no vLLM.
+or SIGTERM interrupts keeps those that it has; so does one that its limit of eight minutes ends. With `--rounds 3` all
+is measured three times, the sides in turns, and a row has the median of each figure. On a CPU the models are tiny,
+which shows that it works and no more. house, offload, stream, logprob, sharded and, on a CPU, trl need no vLLM.
 """
 
 from __future__ import annotations
@@ -88,23 +89,26 @@ def benchmark(name: str, *options: Callable[[Any], Any], needs_vllm: bool = True
 
     def register(described: Callable[..., None]) -> click.Command:
         @click.pass_context
-        def command(ctx: click.Context, /, minutes: float, json_path: Any, **given: Any) -> int:
+        def command(ctx: click.Context, /, rounds: int, minutes: float, json_path: Any, **given: Any) -> int:
             if needs_vllm:
                 require_vllm(f"python -m benchmarks {name}")
-            return _run(name, _written(ctx), given, minutes=minutes, json_path=json_path)
+            return _run(name, _written(ctx), given, rounds=rounds, minutes=minutes, json_path=json_path)
 
         command.__doc__ = described.__doc__
         minutes = click.option(
             "--minutes", type=click.FloatRange(min=0), default=MOST_MINUTES, help="End after so many."
         )
-        for option in (json_option, minutes, *reversed(options)):
+        rounds = click.option(
+            "--rounds", type=click.IntRange(min=1), default=1, help="Measure all so often, in turns, and show medians."
+        )
+        for option in (json_option, minutes, rounds, *reversed(options)):
             command = option(command)
         return app.command(name)(command)
 
     return register
 
 
-def _run(name: str, command: str, given: dict[str, Any], *, minutes: float, json_path: Any) -> int:
+def _run(name: str, command: str, given: dict[str, Any], *, rounds: int, minutes: float, json_path: Any) -> int:
     """Run one benchmark, print what it has measured, and return the exit code."""
     from benchmarks.common import Record, rows_tables
 
@@ -115,7 +119,11 @@ def _run(name: str, command: str, given: dict[str, Any], *, minutes: float, json
         record = Record(title, command, path=json_path, tell=lambda part: update(f"measuring {part}"))
         try:
             with _stopped_by_signals(minutes):
-                importlib.import_module(f"benchmarks.{name}").run(record, **given)
+                module = importlib.import_module(f"benchmarks.{name}")
+                for number in range(rounds):
+                    if number:
+                        record.begin_round()
+                    module.run(record, **given)
             record.ended = "complete"
         except (Stopped, KeyboardInterrupt) as stop:
             record.ended = getattr(stop, "reason", "interrupted by Ctrl-C")
@@ -128,7 +136,7 @@ def _run(name: str, command: str, given: dict[str, Any], *, minutes: float, json
     for table in rows_tables(record, width=out.width):
         out.print(table)
     if code:
-        err.print(f"{record.ended}: {len(record.rows)} rows are kept")
+        err.print(f"{record.ended}: {len(record.to_json()['rows'])} rows are kept")
     if json_path is not None:
         err.print(f"figures: {json_path}", highlight=False)
     return code

@@ -10,7 +10,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,9 @@ _END_S = 60.0
 """Longest time to wait for a process to end by itself."""
 
 Row = dict[str, Any]
+Spread = dict[str, tuple[Any, Any]]
+"""The least and the most of figures of several rounds, by column."""
+
 Tell = Callable[[str], None]
 
 _SHAPES: dict[str, Row] = {
@@ -84,7 +88,8 @@ def silent(part: str) -> None:
 class Record:
     """Figures of one benchmark, written to `path` after every row, so that an interrupted run keeps what it has.
 
-    The form is that of the files under `examples/bench/results/`.
+    The form is that of the files under `examples/bench/results/`. Of several rounds, `rows` and `limit` are those of
+    the present one, and the file has the median of each figure, and beside it the rows of every round.
     """
 
     def __init__(self, benchmark: str, command: str, *, path: Path | None = None, tell: Tell = silent) -> None:
@@ -94,11 +99,19 @@ class Record:
         """Limits that the hardware sets, measured in the same run."""
 
         self.rows: list[Row] = []
+        self.rounds: list[list[Row]] = [self.rows]
+        self._limits = [self.limit]
         self.ended = "killed"
         """`complete`, or the reason that it is not; what the file says of a process that cannot say it any more."""
 
         self._path = path
         self._circumstances = circumstances()
+
+    def begin_round(self) -> None:
+        """Measure everything once more: the rows so far are another round's."""
+        self.rows, self.limit = [], {}
+        self.rounds.append(self.rows)
+        self._limits.append(self.limit)
 
     def add(self, *rows: Row) -> None:
         """Add rows, and write the file."""
@@ -106,7 +119,7 @@ class Record:
 
     def show(self, rows: Iterable[Row]) -> None:
         """Put `rows` in place of all that are there, and write the file."""
-        self.rows = list(rows)
+        self.rows = self.rounds[-1] = list(rows)
         self.write()
 
     def write(self) -> None:
@@ -120,7 +133,44 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Return figures and circumstances as plain data."""
         about = {"benchmark": self.benchmark, "command": self.command, **self._circumstances}
-        return about | {"ended": self.ended, "limit": self.limit, "rows": self.rows}
+        limits: dict[str, list[float]] = {}
+        for of_one in self._limits:
+            for name, value in of_one.items():
+                limits.setdefault(name, []).append(value)
+        limit = {name: statistics.median(values) for name, values in limits.items()}
+        found = about | {"ended": self.ended, "limit": limit, "rows": [row for row, _ in of_rounds(self.rounds)]}
+        return found if len(self.rounds) == 1 else found | {"rounds": self.rounds}
+
+
+def of_rounds(rounds: Iterable[Iterable[Row]]) -> list[tuple[Row, Spread]]:
+    """Combine rows of several rounds: the median of each figure, and the least and the most of those that differ.
+
+    Rows are of the same thing if they have the same columns, words and truths; of several such the first of a round
+    belongs to the first of another.
+    """
+    found: dict[Any, list[Row]] = {}
+    for rows in rounds:
+        seen: Counter[Any] = Counter()
+        for row in rows:
+            same = tuple((column, _is_figure(value) or (value,)) for column, value in row.items())
+            found.setdefault((same, seen[same]), []).append(row)
+            seen[same] += 1
+    combined = []
+    for of_one in found.values():
+        row, spread = dict(of_one[0]), Spread()
+        for column, first in row.items():
+            figures = [other[column] for other in of_one]
+            if not _is_figure(first) or min(figures) == max(figures):
+                continue
+            # one that was measured: the mean of two counts would be none
+            median = statistics.median_low if isinstance(first, int) else statistics.median
+            row[column], spread[column] = median(figures), (min(figures), max(figures))
+        combined.append((row, spread))
+    return combined
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def synchronize(device: torch.device) -> None:
@@ -230,27 +280,34 @@ def gigabytes_per_s(num_bytes: int, seconds: float) -> float:
 def rows_tables(record: Record, *, width: int = 10_000) -> list[Table]:
     """Tables of a record's rows for the terminal: one for the rows that have the same columns.
 
-    What is the same in every row of a table stands in its caption. A table that does not fit into `width` characters
-    is turned: a line for each column.
+    What is the same in every row of a table stands in its caption. A figure that differs from round to round is
+    followed by its least and its most. A table that does not fit into `width` characters is turned: a line for each
+    column.
     """
-    limits = ", ".join(f"{name} {value:.3g}" for name, value in record.limit.items())
-    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in record.rows:
-        groups.setdefault(tuple(row), []).append(row)
+    found = record.to_json()
+    limits = ", ".join(f"{name} {value:.3g}" for name, value in found["limit"].items())
+    groups: dict[tuple[str, ...], list[tuple[Row, Spread]]] = {}
+    for row, spread in of_rounds(record.rounds):
+        groups.setdefault(tuple(row), []).append((row, spread))
     tables = [_table(columns, rows, width) for columns, rows in groups.items()]
     if tables:
-        where = record.to_json()["machine"]["gpu"] or "the CPU"
+        where = found["machine"]["gpu"] or "the CPU"
         tables[0].title = f"{record.benchmark} on {where}; limit: {limits or 'none'}"
     return tables
 
 
-def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    same = {c: rows[0][c] for c in columns[1:] if len(rows) > 1 and all(row[c] == rows[0][c] for row in rows)}
+def _table(columns: Sequence[str], combined: Sequence[tuple[Row, Spread]], width: int) -> Table:
+    rows, spreads = zip(*combined, strict=True)
+    same = {
+        c: rows[0][c]
+        for c in columns[1:]
+        if len(rows) > 1 and not any(c in spread for spread in spreads) and all(row[c] == rows[0][c] for row in rows)
+    }
     facts = [f"{c.replace('_', ' ')} {_cell(c, value)}" for c, value in same.items() if value is not None]
     caption = f"all: {', '.join(facts)}" if facts else None
     shown = [column for column in columns if column not in same]
     cells = [[column.replace("_", " ") for column in shown]]
-    cells += [[_cell(column, row[column]) for column in shown] for row in rows]
+    cells += [[_cell(column, row[column], spread.get(column)) for column in shown] for row, spread in combined]
     table = _lines(cells, caption)
     is_too_wide = Console(width=10_000).measure(table).maximum > width
     return _lines(list(zip(*cells, strict=True)), caption) if is_too_wide else table
@@ -266,7 +323,9 @@ def _lines(cells: Sequence[Sequence[str]], caption: str | None) -> Table:
     return table
 
 
-def _cell(column: str, value: Any) -> str:
+def _cell(column: str, value: Any, spread: tuple[Any, Any] | None = None) -> str:
+    if spread is not None:
+        return f"{_cell(column, value)} ({' to '.join(_cell(column, end) for end in spread)})"
     if value is None:
         return ""
     if column.endswith("bytes") and isinstance(value, int):

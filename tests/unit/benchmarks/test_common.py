@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import common
-from benchmarks.common import Record, clear, gigabytes_per_s, median_s, own_processes, rows_tables, timed
+from benchmarks.common import Record, clear, gigabytes_per_s, median_s, of_rounds, own_processes, rows_tables, timed
 
 CPU = torch.device("cpu")
 
@@ -44,6 +44,58 @@ def test_every_row_is_in_the_file_as_soon_as_it_is_there_with_its_circumstances(
     record.show([{"way": "all anew"}])
     assert json.loads(path.read_text())["rows"] == [{"way": "all anew"}]
     assert [file.name for file in path.parent.iterdir()] == ["figures.json"]
+
+
+def of_three_rounds(path=None):
+    record = Record("offload", "python -m benchmarks offload", path=path)
+    record._circumstances = {"machine": {"gpu": None}, "versions": {}}
+    for seconds, count, equal in ((3.0, 2, True), (1.0, 4, True), (2.0, 9, False)):
+        if seconds < 3:
+            record.begin_round()
+        record.limit["out"] = 10 * seconds
+        record.add({"way": "colo", "out_s": seconds, "bytes": 8, "note": None})
+        record.add({"way": "other", "out_s": 4.0, "bytes": 8, "note": None}, {"count": count, "equal": equal})
+    return record
+
+
+def test_rows_of_several_rounds_are_medians_and_the_file_has_each_round(tmp_path):
+    path = tmp_path / "figures.json"
+    of_three_rounds(path)
+    found = json.loads(path.read_text())
+    colo, other, equal, unequal = found["rows"]
+    assert colo == {"way": "colo", "out_s": 2.0, "bytes": 8, "note": None}
+    assert other == {"way": "other", "out_s": 4.0, "bytes": 8, "note": None}
+    assert (equal, unequal) == ({"count": 2, "equal": True}, {"count": 9, "equal": False}), (
+        "no median hides what failed"
+    )
+    assert found["limit"] == {"out": 20.0}
+    assert [[row.get("out_s") for row in rows] for rows in found["rounds"]] == [
+        [3.0, 4.0, None],
+        [1.0, 4.0, None],
+        [2.0, 4.0, None],
+    ]
+
+
+def test_rows_are_of_the_same_thing_by_their_words_and_their_place_among_equals():
+    rounds = [
+        [{"way": "a", "out_s": 1.0}, {"way": "b", "failed": "no memory"}, {"way": "a", "out_s": 5.0}],
+        [{"way": "a", "out_s": 2.0}, {"way": "b", "out_s": 3.0}],
+        [{"way": "a", "out_s": None}],
+    ]
+    assert of_rounds(rounds) == [
+        ({"way": "a", "out_s": 1.5}, {"out_s": (1.0, 2.0)}),
+        ({"way": "b", "failed": "no memory"}, {}),
+        ({"way": "a", "out_s": 5.0}, {}),
+        ({"way": "b", "out_s": 3.0}, {}),
+        ({"way": "a", "out_s": None}, {}),
+    ]
+
+
+def test_a_figure_that_differs_is_shown_with_its_least_and_its_most():
+    first, _ = rows_tables(of_three_rounds())
+    assert [column.header for column in first.columns] == ["way", "out s"]
+    assert list(first.columns[1].cells) == ["2.00 s (1.00 s to 3.00 s)", "4.00 s"]
+    assert (first.title, first.caption) == ("offload on the CPU; limit: out 20", "all: bytes 8 B")
 
 
 def test_time_is_measured_around_the_call():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
+from benchmarks import logprob
 from colo import cli
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +72,18 @@ def test_an_error_of_colos_is_one_line_and_the_file_says_it(run, tmp_path):
     assert (code, out) == (1, "")
     assert err.startswith("error: ") and "smaller --size" in err and "Traceback" not in err
     assert json.loads(path.read_text())["ended"].startswith("failed: Unsupported")
+
+
+def test_rounds_measure_everything_so_often_and_the_command_says_it(run, monkeypatch, tmp_path):
+    calls, path = iter([3.0, 1.0, 2.0]), tmp_path / "figures.json"
+    monkeypatch.setattr(logprob, "run", lambda record, **_: record.add({"way": "ours", "step_s": next(calls)}))
+    code, out, _ = run("logprob", "--device", "cpu", "--rounds", 3, "--json", path)
+    found = json.loads(path.read_text())
+    assert (code, found["ended"], found["rows"]) == (0, "complete", [{"way": "ours", "step_s": 2.0}])
+    assert found["rounds"] == [[{"way": "ours", "step_s": seconds}] for seconds in (3.0, 1.0, 2.0)]
+    assert found["command"] == "python -m benchmarks logprob --device cpu --rounds 3"
+    assert "2.00 s (1.00 s to 3.00 s)" in out
+    assert run("logprob", "--rounds", 0)[0] == 2
 
 
 SLOW = """
