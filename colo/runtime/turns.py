@@ -9,6 +9,7 @@ any   --close--->   CLOSED
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from enum import StrEnum
@@ -214,6 +215,9 @@ class Turns:
 
     def leave(self) -> None:
         """Leave the phase that there is, if any."""
+        if self.phase is Phase.TRAIN and not self._is_implied:
+            # no block tells whether an error has ended its pass: the pass does, or the error that is being handled
+            self._session.note_end(in_order=self._session.has_whole_pass and sys.exception() is None)
         if self.phase is not None:
             self._leave()
 

@@ -96,7 +96,7 @@ class TrainerSession:
         self.optimizer = as_torch(optimizer)
         self._steps_early = isinstance(self.optimizer, MegatronOptimizers)
         self.has_stepped = False  # true after a step since `begin_training`
-        self._lacks_step = False  # a training block has ended in order after a pass without a step
+        self._lacks_step = False  # a training phase has ended in order after a pass without a step
         self._gradients_before = self._passes_before = self._state_before = 0
         self._events = events
         self._meter = PeakMeter(mover.device, partial(pausable_bytes, mover.device))
@@ -250,8 +250,13 @@ class TrainerSession:
         return had_passes
 
     def note_end(self, *, in_order: bool) -> None:
-        """Note whether a training block has ended without an error: a pass without a step was not interrupted then."""
-        self._lacks_step = in_order and self._backward.passes > 0
+        """Note whether a training phase has ended without an error: a pass without a step was not interrupted then."""
+        self._lacks_step |= in_order and self._backward.passes > 0
+
+    @property
+    def has_whole_pass(self) -> bool:
+        """True after a backward pass that has stepped all weights, and no step since."""
+        return isinstance(self._state, StreamedState) and self._state.has_whole_pass
 
     def end_earlier_pass(self) -> None:
         """End the step of an interrupted backward pass, before another phase's first one.

@@ -189,6 +189,11 @@ class StreamedState(TrainerState):
         finally:  # whatever became of its state, the step has been made
             self._after_step()
 
+    @property
+    def has_whole_pass(self) -> bool:
+        """True where a backward pass has brought every gradient, and no step has followed."""
+        return self._missing is not None and not any(self._missing.values())
+
     def end_step(self) -> None:
         """End a step that has not ended, if there is one: weights whose gradients are gone stay as they are."""
         if self._is_under_way:

@@ -217,8 +217,8 @@ def test_gradients_are_released_once_between_steps_and_only_in_training():
             rt.optimizer.step()
 
 
-def cut_backward(rt, after):
-    """A backward pass in `train()` that is interrupted as it has brought so many gradients, or at its end."""
+def interrupted_backward(rt, after):
+    """A backward pass that is interrupted as it has brought so many gradients, or at its end."""
     brought = []
 
     def interrupt(parameter):
@@ -228,11 +228,17 @@ def cut_backward(rt, after):
 
     hooks = [p.register_post_accumulate_grad_hook(interrupt) for p in rt.model.parameters()]
     ids = torch.tensor([[1, 2, 3, 4]])
-    with pytest.raises(KeyboardInterrupt), rt.train():
+    try:
         rt.model(input_ids=ids, labels=ids).loss.backward()
         raise KeyboardInterrupt
-    for hook in hooks:
-        hook.remove()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def cut_backward(rt, after):
+    with pytest.raises(KeyboardInterrupt), rt.train():
+        interrupted_backward(rt, after)
 
 
 @pytest.mark.parametrize("after", [1, 2, 17, 30, 46, 47, None])
@@ -388,11 +394,52 @@ def test_passes_of_two_training_phases_are_not_stepped_apart():
         with rt.train():
             rt.model(input_ids=ids, labels=ids).loss.backward()
         rt.generate([[1]])
-        with pytest.raises(PhaseError, match=r"and this is the second one since optimizer\.step\(\)"), rt.train():
-            rt.model(input_ids=ids, labels=ids).loss.backward()
+        for _ in range(2):
+            with pytest.raises(PhaseError, match=r"and this is the second one since optimizer\.step\(\)"), rt.train():
+                rt.model(input_ids=ids, labels=ids).loss.backward()
         rt.optimizer.step()
         with rt.train():
             train_step(rt)
+
+
+@pytest.mark.parametrize("between", [Phase.ROLLOUT, None])
+def test_passes_of_two_phases_that_were_entered_are_not_stepped_apart(between):
+    with launch(release_gradients=True) as rt:
+        ids = torch.tensor([[1, 2, 3, 4]])
+
+        def backward():
+            rt.enter(between)
+            rt.enter(Phase.TRAIN)
+            rt.model(input_ids=ids, labels=ids).loss.backward()
+
+        backward()
+        before = [p.detach().clone() for p in rt.model.parameters()]
+        for _ in range(2):
+            with pytest.raises(PhaseError, match=r"and this is the second one since optimizer\.step\(\)"):
+                backward()
+        assert all(torch.equal(p, q) for p, q in zip(rt.model.parameters(), before, strict=True))
+        rt.optimizer.step()
+        for _ in range(2):
+            backward()
+            rt.optimizer.step()
+
+
+@pytest.mark.parametrize("after", [1, 30, 46, None])
+@pytest.mark.parametrize("is_left", ["while it is raised", "later"])
+def test_training_that_was_entered_goes_on_after_a_pass_that_an_error_has_ended(after, is_left):
+    with launch(release_gradients=True) as rt:
+        train(rt, 1)
+        rt.enter(Phase.TRAIN)
+        try:
+            interrupted_backward(rt, after)
+        except KeyboardInterrupt:
+            if is_left != "later":
+                rt.enter(Phase.ROLLOUT)
+        rt.enter(None)
+        rt.optimizer.zero_grad()
+        if after is None and is_left == "later":  # nothing tells it from one that is to be added to
+            rt.optimizer.step()
+        train(rt, 1)
 
 
 REGROUPED = {
