@@ -130,7 +130,7 @@ class Publisher:
         try:
             if self._adapter is not None:
                 self._adapter()
-            self._transport.check()
+            self._check_trainer()
             if self.is_current and self.has_changed_shard():
                 raise StaleWeights(
                     "what lies in this rank of the weights is not what was published: torch counts no write through "
@@ -139,6 +139,10 @@ class Publisher:
         except StaleWeights as error:
             self._engine.poison(str(error))
             raise
+
+    def _check_trainer(self) -> None:
+        self._transport.check()
+        self._transport.source.check_computed()
 
     def start_over(self) -> None:
         """Forget what the lost engine was given: it has been started again."""
@@ -188,7 +192,7 @@ class Publisher:
                 self._engine.pause()
             self._engine.reset_prefix_cache()  # its blocks hold keys and values of the old weights
             if self._verify:
-                self._transport.check()
+                self._check_trainer()
             else:
                 self._transport.source.check_names()
         # under an adapter the frozen base is sent once, unless somebody has written to it

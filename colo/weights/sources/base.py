@@ -104,6 +104,10 @@ class WeightSource(Protocol):
         """Raise `StaleWeights` when there are other weights, by name, than when the engine was given them."""
         return
 
+    def check_computed(self) -> None:
+        """Raise `StaleWeights` when a buffer that engines compute for themselves has other values than at the start."""
+        return
+
     def reshard(self) -> None:
         """Make the model hold parts again where a pass has left whole weights."""
         return

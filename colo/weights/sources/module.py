@@ -10,7 +10,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
@@ -70,6 +70,7 @@ class ModuleSource:
         self._key: tuple[Sequence[object], Sequence[object], Sequence[object]] = ((), (), ())
         self._num_foreign = 0
         self._items: list[tuple[str, torch.Tensor]] = []
+        self._computed: dict[str, torch.Tensor] = {}  # copies of buffers, as names were settled
         self._fsdp = _fsdp_modules(model)
         # first, since FSDP2's parameters are `DTensor`s only while they are sharded
         self.reshard()
@@ -156,8 +157,23 @@ class ModuleSource:
                 self.foreign |= named
 
     def settle_names(self) -> None:
-        """Fix the names of the engine's weights as those of now."""
+        """Fix the names of the engine's weights, and the values of computed buffers, as those of now."""
         self._names = frozenset(name for name, _ in self)
+        self._computed = {name: buffer.detach().clone() for name, buffer in computed_buffers(self.model)}
+
+    def check_computed(self) -> None:
+        """Raise `StaleWeights` when a buffer that engines compute for themselves has other values than at the start."""
+        for name, begun in self._computed.items():
+            with suppress(AttributeError):  # it is gone
+                buffer = self.model.get_buffer(name)  # by name: a module may have been put in its place
+                # of another shape is a table that a pass has made longer
+                if buffer.shape != begun.shape or torch.equal(buffer.to(begun.device, begun.dtype), begun):
+                    continue
+                raise StaleWeights(
+                    f"{plain_name(name)} has been written to: no checkpoint holds this buffer, and the engine computes "
+                    "its own from the config, so that it would sample from another model. Put the values back, or "
+                    "close the runtime, change the config (rope_parameters, say) and build another"
+                )
 
     def check_names(self, names: Iterable[str] | None = None) -> None:
         """Raise `StaleWeights` when the model has other weights, by name, than when the engine was given them."""
@@ -248,6 +264,23 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def computed_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Floating-point buffers that no checkpoint holds, by name: transformers computes them, and engines their own.
+
+    Those that a pass computes anew for its length (dynamic NTK, LongRoPE) are left out.
+    """
+    for prefix, module in model.named_modules():
+        if not module._non_persistent_buffers_set or not type(module).__module__.startswith("transformers."):
+            continue
+        ropes = getattr(module, "rope_type", None)
+        kinds = ropes.values() if isinstance(ropes, Mapping) else [ropes]
+        if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name in module._non_persistent_buffers_set and buffer.is_floating_point():
+                yield f"{prefix}.{name}", buffer
 
 
 def own_saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

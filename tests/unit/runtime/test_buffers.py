@@ -4,12 +4,16 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig
+from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 import colo
 from colo.config import RuntimeConfig
 from colo.engines.layout import empty_model
 from colo.engines.torch import TorchEngine
+from colo.errors import StaleWeights
 from colo.units import MIB
 from tests.runtimes import adamw, make_engine, qwen3, train_step
 
@@ -120,3 +124,112 @@ def test_a_bias_that_checkpoints_hold_in_fp32_stays_so_beside_16_bits():
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     assert [bias.dtype for bias in biases] == [torch.float32]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+# ---- buffers that each side computes ---------------------------------------------------------------------------------
+
+
+def lengthened(rotary):
+    """Rotary embeddings that know positions further apart, as of another config."""
+    with torch.no_grad():
+        rotary.inv_freq.mul_(0.5)
+
+
+def through_data(rotary):
+    rotary.inv_freq.data[0] += 1
+
+
+def replaced(rotary):
+    rotary.inv_freq = rotary.inv_freq * 2
+
+
+def registered(rotary):
+    rotary.register_buffer("inv_freq", rotary.inv_freq.to(torch.bfloat16), persistent=False)
+
+
+def rotary_of(model):
+    return next(module for module in model.modules() if isinstance(module, Qwen3RotaryEmbedding))
+
+
+@pytest.mark.parametrize("write", [lengthened, through_data, replaced, registered])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"config": RuntimeConfig(weights="copy", kv_cache_bytes=MIB)},
+        {"lora": LoraConfig(r=2, target_modules=["q_proj"])},
+    ],
+    ids=["shared", "copy", "lora"],
+)
+def test_a_write_to_a_buffer_that_engines_compute_is_stale_until_it_is_put_back(options, write):
+    config = RuntimeConfig(kv_cache_bytes=MIB)
+    rt = colo.launch(qwen3(), **({"optimizer": adamw, "device": "cpu", "config": config} | options))
+    kept = rotary_of(rt.model).inv_freq.clone()
+    (before,) = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)
+    write(rotary_of(rt.model))
+    for _ in range(2):
+        with pytest.raises(StaleWeights, match=r"model\.rotary_emb\.inv_freq has been written to: no checkpoint holds"):
+            rt.generate([[1, 2, 3]], max_tokens=4)
+    rotary_of(rt.model).inv_freq = kept
+    (after,) = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)
+    assert after.logprobs == before.logprobs
+    with rt.rollout():
+        rt.generate([[1]])
+        write(rotary_of(rt.model))
+        with pytest.raises(StaleWeights, match="has been written to: no checkpoint holds"):
+            rt.generate([[1]])
+    rt.close()
+
+
+def test_other_rotary_embeddings_in_the_place_of_the_models_are_stale():
+    rt = colo.launch(qwen3(), optimizer=adamw, device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB))
+    changed = copy.deepcopy(rt.model.config)
+    changed.rope_parameters["rope_theta"] *= 100
+    rt.model.model.rotary_emb = Qwen3RotaryEmbedding(changed)
+    with pytest.raises(StaleWeights, match="inv_freq has been written to"):
+        rt.generate([[1]])
+    rt.model.model.rotary_emb = Qwen3RotaryEmbedding(rt.model.config)
+    rt.generate([[1]])
+    rt.close()
+
+
+class Counted(nn.Module):
+    """A part of the user's own, which counts what it has seen in a buffer that no checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+
+
+def test_buffers_that_are_not_the_architectures_may_be_written_to():
+    rt = colo.launch(qwen3(), optimizer=adamw, device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB))
+    rt.model.counted = Counted()
+    rt.generate([[1]])
+    rt.model.counted.seen.add_(1)
+    rt.generate([[1]])
+    rt.close()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [3.0] * 8,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 1e4,
+        },
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_frequencies_that_a_pass_computes_for_its_length_may_change(rope):
+    config = qwen3(max_position_embeddings=64, rope_parameters=rope)
+    rt = colo.launch(config, optimizer=adamw, device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB))
+    kept = rotary_of(rt.model).inv_freq.clone()
+    with rt.train():
+        train_step(rt, [[i % 50 for i in range(80)]])
+    assert not torch.equal(rotary_of(rt.model).inv_freq, kept)
+    rt.generate([[1, 2]], max_tokens=2)
+    rt.close()
