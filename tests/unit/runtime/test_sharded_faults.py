@@ -122,6 +122,36 @@ def test_an_engine_that_dies_before_it_samples_ends_the_rollout_of_all_ranks(bot
         assert found[4:] == ((True, True), {1})
 
 
+class Unwatched(Mortal):
+    """An engine that has to be asked whether it lives, and is started again only where it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self._status._check_alive = lambda: None
+
+    def recover(self):
+        if self.state is not EngineState.LOST:
+            raise colo.PhaseError("the engine is not lost: nothing to recover")
+        super().recover()
+
+
+def test_an_engine_that_has_died_unseen_is_recovered_by_all_ranks(both, monkeypatch):
+    monkeypatch.setitem(globals(), "Mortal", Unwatched)
+
+    def body(rank):
+        rt = make()
+        rt.generate(PROMPTS, max_tokens=2)
+        rt.engine.is_dead = rank == 1
+        rt.recover()
+        rt.generate(PROMPTS, max_tokens=2)
+        found = holds(rt), outcome(rt.recover)
+        rt.close()
+        return found
+
+    for held, again in both(body):
+        assert held == (True, True) and "nothing to recover" in again
+
+
 def test_an_engine_that_dies_while_it_samples_is_told_where_ranks_meet_again(both):
     def body(rank):
         rt = make()

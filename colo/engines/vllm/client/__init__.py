@@ -143,6 +143,13 @@ class WorkerLink(ABC):
         """Find out whether vLLM has ended, where that can be seen without asking it. Raises: `EngineLost`."""
         return
 
+    def look(self) -> None:
+        """Ask whether vLLM is there and knows this client still, where `check_alive` does not see it.
+
+        Raises: `EngineLost`, `TransferError`.
+        """
+        return
+
     def check_mode(self, mode: PauseMode) -> None:
         """Raise `Unsupported` for a way of pausing that is not possible."""
         return

@@ -461,12 +461,22 @@ class VLLMEngine(EngineBase):
         if name == ENGINE_WEIGHTS and target is Residency.DISCARDED:
             self.poison("its weights have been dropped: wake it and publish weights to it")
 
+    def look(self) -> None:
+        """Find out by asking whether vLLM has ended, or another has taken its place: the engine is lost then."""
+        if self._status.lost is None and not self._status.closed:
+            with suppress(EngineLost):
+                try:
+                    self._link.look()
+                except TransferError as error:
+                    self._status.lose(str(error))
+
     def recover(self) -> None:
         """Start a lost engine again, on the same weights. It is awake and poisoned then.
 
         Raises: `PhaseError` unless it is lost and ours; `TransferError` when vLLM has overwritten the trainer's weights
         as it started; whatever vLLM raises.
         """
+        self.look()
         # the state first: with it a process that has ended is found out
         if self.state is not EngineState.LOST or (lost := self._status.lost) is None:
             raise PhaseError("the engine is not lost: nothing to recover")

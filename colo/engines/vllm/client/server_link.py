@@ -181,9 +181,7 @@ class ServerLink(WorkerLink):
             raise (ValueError if error.status < httpx.codes.INTERNAL_SERVER_ERROR else TransferError)(
                 f"the server does not generate: {error}"
             ) from error
-        if self.through is not None:
-            # no process of its can be watched from here: one that has been started again knows no client
-            self.call(AdapterNumbers())
+        self.look()
         choices = [choice for answer in answers for choice in answer["choices"]]
         return [
             # the server keeps the order of prompts, then of samples
@@ -237,6 +235,14 @@ class ServerLink(WorkerLink):
         if self.status.lost is None and not all(map(lives, self._processes)):
             # Another server may have taken its place, with weights that nobody here knows.
             raise self.status.lose("a process of its workers has ended")
+
+    def look(self) -> None:
+        """Ask the workers, where no process of theirs can be watched from here: those of another start know no client.
+
+        Raises: `EngineLost`; `TransferError` for a server that has no such workers.
+        """
+        if not self._processes:
+            self.call(AdapterNumbers())
 
     def close(self) -> None:
         """Let go of the server, which goes on. Idempotent."""

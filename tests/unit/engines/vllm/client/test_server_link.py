@@ -363,6 +363,53 @@ def test_a_server_that_ends_is_lost_for_good(connect):
         engine.recover()
 
 
+class Elsewhere(FakeServer):
+    """A server on another machine, of whose workers nothing can be seen from here."""
+
+    def describe(self, client, same_process, client_pid, probe, home):
+        return self.told
+
+    def adapter_numbers(self, client):
+        return []
+
+
+OTHERS = {"kind": "EngineLost", "message": "another client has connected since"}
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ({"silent": True}, r"it did not answer /collective_rpc"),
+        ({"refuse": {"/collective_rpc": httpx.Response(404, text="no such path")}}, "refuses /collective_rpc"),
+        ({"refuse": {p: httpx.Response(500) for p in ("/collective_rpc", "/health")}}, "its engine has ended"),
+        ({"fails": {"adapter_numbers": OTHERS}}, "another client has connected since"),
+    ],
+    ids=["gone", "another server", "its engine has ended", "started again"],
+)
+@pytest.mark.parametrize("place", ["elsewhere", "in a container"])
+def test_a_recovery_looks_whether_a_server_lives_that_nothing_has_asked_since(connect, tmp_path, place, change, lost):
+    told = {"pid_namespace": 1} if place == "in a container" else {}
+    server = Elsewhere(**told)
+    engine = connect(server, **({} if told else {"through": colo.WeightsFolder(tmp_path)}))
+    with pytest.raises(PhaseError, match="the engine is not lost: nothing to recover"):
+        engine.recover()
+    vars(server).update(change)
+    with pytest.raises(PhaseError, match=f"the server is your own and is lost .*{lost}.*: start it again, connect"):
+        engine.recover()
+    assert engine.state is EngineState.LOST
+
+
+def test_a_server_in_a_container_that_is_started_again_is_not_sampled_from_as_the_one_before(connect):
+    server = Elsewhere(pid_namespace=1)
+    engine = connect(server)
+    engine.commit(3)
+    assert len(engine.generate([[1]], SamplingParams(max_tokens=2))) == 1
+    server.fails["adapter_numbers"] = OTHERS
+    with pytest.raises(EngineLost, match="another client has connected since"):
+        engine.generate([[1]], SamplingParams(max_tokens=2))
+    assert engine.weights_version is None
+
+
 # ---- refused at connect ---------------------------------------------------------------------------------------------
 
 NO_EXTENSION = "Call to collective_rpc method failed: 'Worker' object has no attribute 'colo'"
