@@ -19,6 +19,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
@@ -196,9 +197,9 @@ class Completion:
     """The caller's object for its prompt, of a call with `keys`."""
 
     text: _Text = _Text()
-    """The engine's own text, which ends before a stop string, or else the tokens decoded by the runtime's tokenizer
-    without the stop token and special ones; `None` where neither has a tokenizer. What decodes it may be given in its
-    place, and is called when the text is first read."""
+    """The tokens decoded alone by the runtime's tokenizer, without the stop token and special ones, or the engine's own
+    text as far as that goes, which ends before a stop string; `None` where neither has a tokenizer. What decodes it may
+    be given in its place, and is called when the text is first read."""
 
     output: Any = None
     """The engine's own object for this sample, where it has one (`vllm.CompletionOutput`, whose own text is empty where
@@ -212,9 +213,12 @@ class Completion:
         spans = self.spans or ((self.weights_version, len(self.token_ids)),)
         return tuple(version for version, count in spans for _ in range(count))
 
-    def with_text(self, decode: Callable[[], str]) -> Completion:
-        """This completion with the text that `decode` makes when it is read, unless the engine has given one."""
-        return self if self._text is not None else replace(self, text=decode)
+    def with_text(self, decode: Callable[[str | None], str]) -> Completion:
+        """This completion with the text that `decode` makes when it is read, of the engine's own or `None`.
+
+        One that something decodes already stays.
+        """
+        return self if callable(self._text) else replace(self, text=partial(decode, self._text))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_text": self.text}  # what decodes it need not be in another process

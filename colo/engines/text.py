@@ -59,18 +59,29 @@ def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
 
 
 def with_text(completion: Completion, tokenizer: Any) -> Completion:
-    """The completion with the text that the tokenizer decodes when it is read, where the engine has given none."""
+    """The completion with the text that the tokenizer decodes when it is read; an engine's own is given its form."""
     if tokenizer is None:
         return completion
-    token_ids = completion.token_ids
-    if completion.finish_reason == "stop":
-        token_ids = token_ids[:-1]  # the stop token, of which vLLM shows nothing
-    return completion.with_text(partial(_decoded, tokenizer, token_ids))
+    return completion.with_text(partial(_text, tokenizer, completion.token_ids, completion.finish_reason == "stop"))
+
+
+def _text(tokenizer: Any, token_ids: tuple[int, ...], is_stopped: bool, own: str | None) -> str:
+    # alone, as TRL does: of Llama's tokenizers this drops a space before the first word
+    if own is None:
+        return _decoded(tokenizer, token_ids[:-1] if is_stopped else token_ids)  # the stop token is not shown
+    alone = _decoded(tokenizer, token_ids)
+    # engines decode behind the prompt: they keep that space, and leave out a character that is not whole at the end
+    if _num_spaces(own) == _num_spaces(alone) + 1:
+        own = own[1:]
+    return alone if not is_stopped and alone.rstrip("\ufffd") == own.rstrip("\ufffd") else own
 
 
 def _decoded(tokenizer: Any, token_ids: tuple[int, ...]) -> str:
-    # alone, as TRL does: of Llama's tokenizers this drops a space before the first word, which vLLM itself would keep
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _num_spaces(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))
 
 
 def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:

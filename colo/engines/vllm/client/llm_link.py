@@ -122,7 +122,7 @@ class LLMLink(WorkerLink):
         # vLLM has the text already where an option asked for it; else it is decoded when it is read
         has_tokenizer = not self.model_config.skip_tokenizer_init
         has_text = asked.detokenize and has_tokenizer
-        tokenizer = llm.get_tokenizer() if has_tokenizer and not asked.detokenize else None
+        tokenizer = llm.get_tokenizer() if has_tokenizer else None
         name = adapter[0] if adapter is not None else None
         return completions(outputs, version, name, has_text=has_text, tokenizer=tokenizer)
 
@@ -468,8 +468,8 @@ def completions(
 ) -> list[Completion]:
     """Every sample of vLLM's `RequestOutput`s, in prompt order, then sample order.
 
-    Without `has_text` vLLM has decoded nothing, and its texts, all empty, are none: with its `tokenizer` they are
-    decoded when they are read.
+    Without `has_text` vLLM has decoded nothing, and its texts, all empty, are none. With its `tokenizer` they are those
+    of every engine; see `with_text`.
     Raises: `StaleWeights` where vLLM itself (from 0.33) names another version for some of the tokens;
     `FloatingPointError` for log-probabilities that are not numbers.
     """
