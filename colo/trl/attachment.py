@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from colo import unsloth
@@ -26,6 +27,7 @@ from colo.runtime import Runtime
 from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.state import unwrapped
 from colo.trl.checks import (
+    PromptReader,
     check_columns,
     check_contract,
     check_fused_head,
@@ -105,9 +107,10 @@ def attach(
         engine = _unsloths(trainer, llm, engine, engine_options)
     check_fused_head(trainer.model)
     check_output(trainer.args.output_dir)
-    others = {"rollout_func": getattr(trainer, "rollout_func", None)}
+    others: dict[str, Any] = {"rollout_func": getattr(trainer, "rollout_func", None)}
     # of a TRL whose environments may have prompts of their own
     others["environments"] = getattr(trainer, "environment_factories", None)
+    others["read_by"] = partial(PromptReader.of, trainer.processing_class, trainer.model.config, trainer.args)
     check_columns(trainer.reward_funcs, trainer.train_dataset, trainer.eval_dataset, **others)
     engine = default_engine(trainer.accelerator.device) if engine is None else engine
     options = dict(engine_options or {})

@@ -9,8 +9,9 @@ import inspect
 import json
 import math
 import os
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from datasets import Dataset
 from torch import nn
 
 from colo import unsloth
+from colo.engines.text import positions_of
 from colo.errors import Unsupported
 from colo.memory.storage import is_dtensor
 from colo.rl.logit_tiles import LogitStep
@@ -275,12 +277,63 @@ def checked(reward: Any, name: str, trainer: Any) -> Any:
     return call
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PromptReader:
+    """The tokenizer and the limits by which a prompt can be sampled from."""
+
+    tokenizer: Any
+    context: int | None
+    """The most tokens of a prompt and its completion; `None` without a limit."""
+
+    template_kwargs: Mapping[str, Any]
+    """More arguments of the chat template."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, config: Any, args: Any) -> PromptReader:
+        """A reader by a model's config and a trainer's: the shorter context is taken."""
+        limits = [limit for limit in (positions_of(config).count, args.vllm_max_model_length) if limit]
+        kwargs = getattr(args, "chat_template_kwargs", None) or {}
+        return cls(tokenizer=tokenizer, context=min(limits, default=None), template_kwargs=kwargs)
+
+    def check(self, prompt: Any, where: str) -> None:
+        """Raise `ValueError` for a prompt that has no tokens or too many, or that the chat template refuses."""
+        try:
+            # as TRL does
+            if isinstance(prompt, str):
+                (token_ids,) = self.tokenizer(text=[prompt])["input_ids"]
+            else:
+                options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.template_kwargs}
+                (token_ids,) = self.tokenizer.apply_chat_template(conversation=[prompt], **options)["input_ids"]
+        except Exception as error:  # jinja2's, or whatever else a template's own words raise
+            raise ValueError(
+                f"the tokenizer cannot read {where} ({error}): change its messages, or the chat template"
+            ) from error
+        if not token_ids:
+            raise ValueError(
+                f"{where} has no tokens, so that there is nothing to continue: leave the row out, or begin prompts "
+                "with a token such as the tokenizer's bos_token"
+            )
+        if self.context is not None and len(token_ids) >= self.context:
+            raise ValueError(
+                f"{where} has {len(token_ids)} tokens and the context {self.context}: shorten or filter prompts, or "
+                "raise vllm_max_model_length where that is less than the model's"
+            )
+
+
 def check_columns(
-    rewards: Sequence[Any], train: Any, evaluation: Any = None, *, rollout_func: Any = None, environments: Any = None
+    rewards: Sequence[Any],
+    train: Any,
+    evaluation: Any = None,
+    *,
+    rollout_func: Any = None,
+    environments: Any = None,
+    read_by: Callable[[], PromptReader | None] = lambda: None,
 ) -> None:
     """Raise `ValueError` for columns that TRL or a reward function asks for and a dataset does not have.
 
-    Also for a row whose prompt TRL could not tokenize: its own error comes with the step that draws it.
+    Also for a row whose prompt TRL could not tokenize, or of which nothing could be sampled: the error would come with
+    the step that draws it. Of prompts of several kinds one of each is read with what `read_by` returns, if anything.
+    Raises `Unsupported` for images.
     A dataset that does not know its columns, such as a stream, is not checked. `evaluation` may be several, by name.
     A `rollout_func` may return what rewards take, and `environments` have prompts of their own.
     """
@@ -293,7 +346,11 @@ def check_columns(
             has = f"{name} has {', '.join(columns) or 'no columns'}"
             _check_columns(rewards, columns, has, needs_prompt=environments is None)
             if not own_prompts and isinstance(dataset, Dataset) and len(dataset):
-                _check_prompts(dataset, name)
+                _check_images(dataset, name)
+                doubtful = _check_prompts(dataset, name)
+                if reader := read_by():
+                    for number, prompt in sorted(doubtful.items()):
+                        reader.check(prompt, f"the prompt of row {number} of {name}")
 
 
 def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, needs_prompt: bool) -> None:
@@ -316,7 +373,19 @@ def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, 
             )
 
 
-def _check_prompts(dataset: Dataset, name: str) -> None:
+def _check_images(dataset: Dataset, name: str) -> None:
+    for column in ("image", "images"):
+        if column in dataset.column_names and dataset.data.column(column).null_count < len(dataset.data):
+            raise Unsupported(
+                f"{name} has images in column {column!r}, and colo generates from text: take them out with "
+                f"dataset.remove_columns({column!r})"
+            )
+
+
+def _check_prompts(dataset: Dataset, name: str) -> dict[int, Any]:
+    """The prompts, by row, that may have no tokens or too many, and one for each order of roles."""
+    doubtful: dict[int, Any] = {}
+    longest, most_characters, orders = (1, None), -1, set()
     first = dataset[0]["prompt"]
     # a million texts take two seconds, a transform of the user's any time
     batches = [] if dataset.format["type"] == "custom" else dataset.select_columns("prompt").iter(1000)
@@ -333,6 +402,32 @@ def _check_prompts(dataset: Dataset, name: str) -> None:
                 f"the prompt of row {number} of {name} is {kind}, and that of row 1 {_kind(first)}: TRL takes all of a "
                 "batch for what its first is, map the column to one of the two"
             )
+        texts, order = _parts(prompt, f"the prompt of row {number} of {name}")
+        # a letter or a digit is a token at least
+        if order not in orders or not any(map(_HAS_LETTER, texts)):
+            doubtful[number] = prompt
+        orders.add(order)
+        if (characters := sum(map(len, texts))) > most_characters:
+            longest, most_characters = (number, prompt), characters
+    return dict([*doubtful.items(), longest])
+
+
+_HAS_LETTER = re.compile(r"\w").search
+
+
+def _parts(prompt: Any, where: str) -> tuple[list[str], tuple[str, ...]]:
+    """Texts and roles of a prompt. Raises: `Unsupported` for images."""
+    if isinstance(prompt, str):
+        return [prompt], ()
+    texts = []
+    for message in prompt:
+        content = message["content"]
+        for part in content if isinstance(content, list) else [content]:
+            kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+            if kind != "text":
+                raise Unsupported(f"{where} has a part of type {kind!r}: colo generates from text, leave it out")
+            texts.append(str(part.get("text") or "") if isinstance(part, Mapping) else str(part or ""))
+    return texts, tuple(str(message["role"]) for message in prompt)
 
 
 def _kind(prompt: Any) -> str | None:
@@ -340,7 +435,9 @@ def _kind(prompt: Any) -> str | None:
     if isinstance(prompt, str):
         return "a text"
     is_conversation = (
-        isinstance(prompt, list) and prompt and all(isinstance(m, Mapping) and "role" in m for m in prompt)
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(m, Mapping) and "role" in m and "content" in m for m in prompt)
     )
     return "a conversation" if is_conversation else None
 

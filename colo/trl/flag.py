@@ -7,21 +7,21 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from transformers import AutoProcessor, BitsAndBytesConfig, set_seed
+from transformers import AutoConfig, AutoProcessor, BitsAndBytesConfig, set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer
 
 from colo.assembly.arguments import chosen_device, default_engine
-from colo.assembly.launch import refuse_adapted_head, revision_of, start
+from colo.assembly.launch import refuse_adapted_head, revision_of, start, tokenizer_of
 from colo.config import Offload, OptimizerState, RuntimeConfig
 from colo.errors import Unsupported
 from colo.trl.attachment import ATTACHED, add_tokenizer, add_vllm_options, attach
-from colo.trl.checks import check_args, check_checkpoint, check_columns, check_output, check_released
+from colo.trl.checks import PromptReader, check_args, check_checkpoint, check_columns, check_output, check_released
 from colo.trl.generation import initialized_once
 from colo.trl.partial import PartialRollouts
 from colo.weights.sources.peft import check_lora_config
@@ -231,7 +231,8 @@ class _WithEngine:
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         datasets = options.get("train_dataset"), options.get("eval_dataset")
         others = {"rollout_func": options.get("rollout_func"), "environments": options.get("environment_factory")}
-        check_columns(rewards, *datasets, **others)
+        read_by = functools.partial(_prompt_reader, model, args, options)
+        check_columns(rewards, *datasets, **others, read_by=read_by)
         # both ways in which accelerate is told: by TRL's arguments, or by its launcher's environment
         is_sharded = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         if not isinstance(model, str) or is_sharded:
@@ -315,6 +316,21 @@ class ColoGRPOTrainer(_WithEngine, GRPOTrainer):  # type: ignore[misc]
 
 class ColoRLOOTrainer(_WithEngine, RLOOTrainer):  # type: ignore[misc]
     """`RLOOTrainer` in the same way; see `ColoGRPOTrainer`."""
+
+
+def _prompt_reader(model: Any, args: Any, options: Mapping[str, Any]) -> PromptReader | None:
+    """Reads prompts as the trainer will; `None` where `attach` has more to read them by, or the checkpoint has less."""
+    if not isinstance(model, str):
+        return None
+    given = {**(args.colo_engine_options or {}), **(args.model_init_kwargs or {})}
+    trusts = getattr(args, "trust_remote_code", False)
+    how: dict[str, Any] = {"revision": revision_of(given), "trust_remote_code": trusts}
+    with suppress(OSError, ValueError):  # what a checkpoint lacks is told as it is loaded
+        tokenizer, config = options.get("processing_class"), AutoConfig.from_pretrained(model, **how)
+        tokenizer = tokenizer_of(model, **how) if tokenizer is None else tokenizer
+        if hasattr(tokenizer, "convert_ids_to_tokens"):
+            return PromptReader.of(tokenizer, config, args)
+    return None
 
 
 def _unused(args: Any) -> str:

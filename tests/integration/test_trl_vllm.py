@@ -204,11 +204,10 @@ def test_completions_match_what_structured_outputs_ask_for(attached, way):
 
 
 def test_vllm_max_model_length_bounds_prompts(attached):
-    trainer = attached(vllm_max_model_length=4)  # prompts of four tokens
     with pytest.raises(
-        ValueError, match="has 4 tokens and the engine's context 4: shorten or filter prompts, or raise"
+        ValueError, match="prompt of row 1 of the dataset has 4 tokens and the context 4: shorten or filter prompts, or"
     ):
-        trainer.train()
+        attached(vllm_max_model_length=4)  # prompts of four tokens
     trainer = attached(vllm_max_model_length=16)
     trainer.train()
     assert len(logged(trainer)) == 2

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.nn.utils.parametrize import register_parametrization
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
@@ -25,6 +25,7 @@ from colo.testing import tiny_checkpoint
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 from colo.trl.checks import (
     READ_OF_TRAINER,
+    PromptReader,
     check_checkpoint,
     check_columns,
     check_contract,
@@ -394,6 +395,81 @@ def test_a_later_prompt_that_trl_cannot_tokenize_is_refused_by_its_row(make, fir
         make(dataset=rows, kind=ColoGRPOTrainer, config=ColoGRPOConfig, model=str(tmp_path / "not read"), **FLAG)
     check_columns([], rows.with_transform(lambda batch: {"prompt": ["1+2="] * len(batch["prompt"])}))
     check_columns([], rows.to_iterable_dataset())
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ prefix }}{{ m.content }}{% endfor %}"
+)
+
+
+def chat(*contents, role="user"):
+    return [{"role": role, "content": content} for content in contents]
+
+
+@pytest.mark.parametrize("way", ["flag", "named", "attach"])
+@pytest.mark.parametrize(
+    ("first", "prompt", "error", "words"),
+    [
+        ("1+2=", "", ValueError, "the prompt of row 31 of the dataset has no tokens, so that there is nothing"),
+        ("1+2=", "1" * 64, ValueError, "the prompt of row 31 of the dataset has 64 tokens and the context 64: shorten"),
+        (chat("1+2="), chat(""), ValueError, "the prompt of row 31 of the dataset has no tokens"),
+        (chat("1+2="), chat(None), ValueError, "the prompt of row 31 of the dataset has no tokens"),
+        (chat("1+2="), chat("1" * 40, "2" * 40), ValueError, "has 80 tokens and the context 64"),
+        (
+            chat("1+2="),
+            chat("1", role="system") + chat("2"),
+            ValueError,
+            r"the tokenizer cannot read the prompt of row 31 of the dataset \(no system\): change its messages",
+        ),
+        (
+            chat("1+2="),
+            chat([{"type": "text", "text": "1"}, {"type": "image", "text": None}]),
+            Unsupported,
+            "the prompt of row 31 of the dataset has a part of type 'image': colo generates from text",
+        ),
+    ],
+    ids=["empty", "long", "empty chat", "chat of None", "long chat", "refused by the template", "image"],
+)
+def test_a_prompt_of_which_nothing_can_be_sampled_is_refused_by_its_row(
+    make, attach, checkpoint, tmp_path, way, first, prompt, error, words
+):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.chat_template = TEMPLATE
+    folder = shutil.copytree(checkpoint, tmp_path / "with template")
+    tokenizer.save_pretrained(folder)
+    rows = Dataset.from_dict({"prompt": [first] * 30 + [prompt]}, features=Features({"prompt": Json()}))
+    given = {"dataset": rows, "vllm_max_model_length": 64, "max_completion_length": 4}
+    if way == "attach":
+        trainer = make(made_with={"processing_class": tokenizer}, **given)
+        with pytest.raises(error, match=words):
+            attach(trainer)
+        return
+    made_with = {"processing_class": tokenizer} if way == "flag" else {}
+    started = {"kind": ColoGRPOTrainer, "config": ColoGRPOConfig, "model": str(folder), "made_with": made_with}
+    with pytest.raises(error, match=words):
+        # with a KV cache of which no engine would start
+        make(**given, **started, **(FLAG | {"colo_kv_cache_bytes": "1"}))
+
+
+def test_prompts_that_look_empty_or_refused_and_are_not_are_taken(tmp_path):
+    checkpoint = tiny_checkpoint(tmp_path / "of bytes")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.chat_template = TEMPLATE
+    args = SimpleNamespace(vllm_max_model_length=None, chat_template_kwargs={"prefix": "1"})
+    reader = PromptReader.of(tokenizer, AutoConfig.from_pretrained(checkpoint), args)
+    texts = Dataset.from_dict({"prompt": [" ", "\n\t", "...", "\u200b", tokenizer.eos_token]})
+    check_columns([], texts, read_by=lambda: reader)
+    chats = Dataset.from_dict({"prompt": [chat(""), chat("1", "", "2")]})  # to which the template adds
+    check_columns([], chats, read_by=lambda: reader)
+    check_columns([], Dataset.from_dict({"prompt": [""]}))  # by whoever has no tokenizer yet
+    check_columns([], Dataset.from_dict({"prompt": [""]}), rollout_func=answered, read_by=lambda: reader)
+
+
+def test_columns_of_images_are_refused_and_those_of_none_are_not():
+    with pytest.raises(Unsupported, match=r"the dataset has images in column 'images', .*remove_columns\('images'\)"):
+        check_columns([], Dataset.from_dict({"prompt": ["1"] * 2, "images": [None, [b"x"]]}))
+    check_columns([], Dataset.from_dict({"prompt": ["1"], "image": [None]}))
 
 
 def test_columns_that_a_rollout_may_return_are_not_missed(make, attach, monkeypatch):
