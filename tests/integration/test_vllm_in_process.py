@@ -2,11 +2,13 @@
 
 import copy
 import os
+import random
 import signal
 import warnings
 from dataclasses import replace
 from datetime import timedelta
 
+import numpy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -185,6 +187,16 @@ def test_weights_that_left_the_shared_memory_are_stale_until_they_are_back(rt, p
     assert len(rt.generate(prompts, **GREEDY)) == len(prompts)
 
 
+def test_a_write_to_frequencies_that_vllm_computes_for_itself_is_stale_until_it_is_put_back(rt, prompts):
+    frequencies = rt.model.model.rotary_emb.inv_freq
+    kept = frequencies.clone()
+    frequencies.mul_(0.5)
+    with pytest.raises(StaleWeights, match=r"model\.rotary_emb\.inv_freq has been written to: no checkpoint holds"):
+        rt.generate(prompts, **GREEDY)
+    frequencies.copy_(kept)
+    assert len(rt.generate(prompts, **GREEDY)) == len(prompts)
+
+
 # ---- sampling -------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +225,24 @@ def test_a_seed_of_colos_is_another_for_every_prompt_and_one_of_vllms_is_vllms(r
     assert not set(sampled) & set(draws(SamplingParams(**options, seed=6)))
     own = draws(vllm.SamplingParams(**options, seed=5))
     assert own == own[:4] * 4 == [c.token_ids for c in rt.generate([prompts[0]] * 4, **options, seed=5)]
+
+
+def test_sampling_leaves_the_trainers_random_numbers_alone_and_draws_anew_beside_them(rt, prompts):
+    def numbers():
+        return float(torch.rand(())), float(numpy.random.rand()), random.random()
+
+    def seed():
+        for set_seed in (torch.manual_seed, numpy.random.seed, random.seed):
+            set_seed(7)
+
+    seed()
+    expected = numbers()
+    sampled = []
+    for options in ({}, {"seed": 3}, {"n": 2, "top_k": 5}, {"temperature": 0}, {}):
+        seed()
+        sampled.append([c.token_ids for c in rt.generate(prompts, max_tokens=8, ignore_eos=True, **options)])
+        assert numbers() == expected
+    assert sampled[0] != sampled[-1], "seeds of the trainer's do not repeat what is sampled"
 
 
 def test_log_probabilities_that_were_asked_for_come_as_vllm_gives_them(rt, prompts):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import warnings
 import weakref
@@ -89,19 +90,64 @@ def in_this_process(wanted: bool) -> Iterator[None]:
 @contextmanager
 def own_random_state(device: torch.device) -> Iterator[None]:
     """Keep what vLLM, started in this process, does to everybody's random numbers from its caller."""
-    # vLLM: 0.26 to 0.30; no ticket. Delete when starting vLLM leaves the caller's generators alone.
-    import random
+    # vLLM: 0.26 to 0.30; no ticket. Delete when vLLM in this process leaves the caller's generators alone.
+    before = _random_states(device)
+    try:
+        yield
+    finally:
+        _set_random_states(device, before)
 
+
+class OwnRandomNumbers:
+    """Random numbers of a vLLM in this process, which draws from everybody's generators where requests have no seed.
+
+    They begin by the caller's: `torch.manual_seed` before the engine is started repeats what it samples.
+    """
+
+    # vLLM: 0.26 to 0.32; no ticket. Delete with `own_random_state`.
+
+    def __init__(self, device: torch.device) -> None:
+        import numpy
+
+        self._device = device
+        with own_random_state(device):
+            seed = int(torch.randint(1 << 32, (), device="cpu"))
+            random.seed(seed)
+            numpy.random.seed(seed)
+            torch.default_generator.manual_seed(seed)
+            if device.type == "cuda":
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
+            self._states = _random_states(device)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Draw them within the block, and leave the caller's as they were."""
+        with own_random_state(self._device):
+            _set_random_states(self._device, self._states)
+            try:
+                yield
+            finally:
+                self._states = _random_states(self._device)
+
+
+def _random_states(device: torch.device) -> tuple[Any, ...]:
+    """States of the generators of Python, NumPy and torch, all of which vLLM seeds, and may draw from."""
     import numpy
 
-    # vLLM seeds the generators of Python, NumPy and torch as it starts
-    python, numpys = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(numpys)
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return random.getstate(), numpy.random.get_state(), torch.get_rng_state(), on_device
+
+
+def _set_random_states(device: torch.device, states: tuple[Any, ...]) -> None:
+    import numpy
+
+    python, numpys, on_host, on_device = states
+    random.setstate(python)
+    numpy.random.set_state(numpys)
+    torch.set_rng_state(on_host)
+    if on_device is not None:
+        torch.cuda.set_rng_state(on_device, device)
 
 
 @contextmanager

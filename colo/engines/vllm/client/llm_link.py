@@ -185,6 +185,13 @@ class InProcessLink(LLMLink):
 
     same_process = True
 
+    def __init__(
+        self, llm: Any, device: torch.device, status: EngineStatus, *, deadline_s: float, is_own: bool = False
+    ) -> None:
+        """Connect to `llm`. Raises: as `LLMLink`."""
+        self._random_numbers = compat.OwnRandomNumbers(device)
+        super().__init__(llm, device, status, deadline_s=deadline_s, is_own=is_own)
+
     @property
     def placement(self) -> str:
         """A phrase for reports: which vLLM runs where."""
@@ -204,11 +211,12 @@ class InProcessLink(LLMLink):
     def _outputs(self, inputs: Sequence[Any], params: Any, adapter: Any) -> Sequence[Any]:
         # as `generate` does, but a step that Ctrl-C splits would leave the model's runner unable to take another
         engine, found = self.llm.llm_engine, []
-        with uninterrupted():
-            self.llm.enqueue(inputs, params, use_tqdm=False, lora_request=adapter)
-        while engine.has_unfinished_requests():
+        with self._random_numbers.used():
             with uninterrupted():
-                found += [output for output in engine.step() if output.finished]
+                self.llm.enqueue(inputs, params, use_tqdm=False, lora_request=adapter)
+            while engine.has_unfinished_requests():
+                with uninterrupted():
+                    found += [output for output in engine.step() if output.finished]
         return sorted(found, key=lambda output: int(output.request_id))
 
     def ask(self, request: Request) -> list[Any]:
