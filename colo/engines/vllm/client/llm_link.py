@@ -18,7 +18,7 @@ from colo.engines.vllm import compat
 from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
 from colo.engines.vllm.processes import Caller, NoAnswer, ProcessEnded
 from colo.engines.vllm.wire import WORKER_EXTENSION, Request, WorkerInfo
-from colo.errors import PhaseError, StaleWeights, TransferError, Unsupported
+from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import Description
 from colo.memory.uninterrupted import uninterrupted
 
@@ -42,6 +42,8 @@ class LLMLink(WorkerLink):
         self.llm = llm
         self.model_config = llm.llm_engine.vllm_config.model_config
         self.is_own = is_own
+        self.log_says: Callable[[], str | None] = lambda: None
+        """Words about its log for where it has ended, or `None`: set by `start_llm`."""
         try:
             self.infos = self.meet_workers()
             self.check_device()
@@ -316,18 +318,24 @@ class OwnProcessLink(LLMLink):
         try:
             return self._calls.call(function, deadline_s=self.deadline_s if deadline else None)
         except (ProcessEnded, EngineDeadError) as error:
-            raise self.status.lose(f"its process ended during {operation}") from error
+            raise self._ended(f"its process ended during {operation}") from error
         except NoAnswer as error:
             raise self.status.lose(f"it did not answer {operation} within {self.deadline_s:.0f} s") from error
         except Exception as error:
             if self._calls.has_ended():  # a dying engine may still answer, with whatever it died of
-                raise self.status.lose(f"its process ended during {operation}") from error
+                raise self._ended(f"its process ended during {operation}") from error
             raise
 
     def check_alive(self) -> None:
         """Raise `EngineLost` when a worker has ended: vLLM answers some calls without it, in a process between."""
         if self.status.lost is None and self._calls is not None and self._calls.has_ended():
-            raise self.status.lose("a process of its workers has ended")
+            raise self._ended("a process of its workers has ended")
+
+    def _ended(self, words: str) -> EngineLost:
+        error = self.status.lose(words)
+        if (said := self.log_says()) is not None:  # vLLM itself says no more than that its process has ended
+            error.add_note(said)
+        return error
 
     def abort_requests(self) -> None:
         """End every request in vLLM, whoever waits for it; if the process is silent, once it answers again."""

