@@ -15,9 +15,10 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from colo.engines.text import NO_LIMIT, Positions
@@ -243,7 +244,8 @@ def forward(model: PreTrainedModel, token_ids: torch.Tensor, cache: BufferCache)
     """Append `token_ids` (int64 [rows, tokens]) to `cache`; returns the logits after the last, [rows, vocab]."""
     size = token_ids.shape[1]
     where = {"attention_mask": cache.attention_mask(size), "position_ids": cache.position_ids(size)}
-    output = model(input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **where)
+    given = {_cache_name(model): cache, "use_cache": True, "logits_to_keep": 1}
+    output = model(input_ids=token_ids, **given, **where)
     logits: torch.Tensor = output.logits[:, -1]
     return logits
 
@@ -260,11 +262,11 @@ def prefill(model: PreTrainedModel, wave: Wave, cache: BufferCache) -> torch.Ten
 
 # ---- what a buffer cannot hold ---------------------------------------------------------------------------------------
 
-_CACHES = ("past_key_values", "cache_params")
-"""Names of a model's cache, as an argument and in its output."""
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""Names of a model's cache, as an argument and in its output: transformers' own from 5.24 on, that before, Mamba's."""
 
-_PADDED = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
-"""Arguments that a model takes whose prompts can be padded."""
+_PADDED = {"attention_mask", "position_ids", "logits_to_keep"}
+"""Arguments that a model takes, beside a cache, whose prompts can be padded."""
 
 _ODD = {
     **dict.fromkeys(
@@ -437,19 +439,37 @@ def _unsupported(model: PreTrainedModel, why: str) -> Unsupported:
     )
 
 
+def _arguments(model: PreTrainedModel) -> frozenset[str]:
+    """Arguments of a model's forward pass, and of that which it overrides where it passes others on by `**`."""
+    return _taken(cast("Hashable", type(model)))
+
+
 @functools.cache
-def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
+def _taken(kind: type[nn.Module]) -> frozenset[str]:
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if "forward" in vars(base):
+            parameters = inspect.signature(base.forward).parameters  # type: ignore[attr-defined]
+            found |= parameters.keys()
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+                break
+    return frozenset(found)
+
+
+def _cache_name(model: PreTrainedModel) -> str:
+    """The argument of a model's forward pass that is its cache. Raises: `Unsupported` where there is none."""
+    taken = _arguments(model)
+    name = next((name for name in _CACHES if name in taken), None)
+    if name is None:
+        raise Unsupported("it takes no cache and would compute every token anew")
+    return name
 
 
 def _forward(
     model: PreTrainedModel, token_ids: torch.Tensor, cache: Cache | None, length: int
 ) -> tuple[torch.Tensor, Cache]:
     """The logits after the last of `token_ids` (int64 [rows, tokens]), [rows, vocab], and the cache that has them."""
-    taken = _arguments(type(model).forward)
-    name = next((name for name in _CACHES if name in taken), None)
-    if name is None:
-        raise Unsupported("it takes no cache and would compute every token anew")
+    taken, name = _arguments(model), _cache_name(model)
     options: dict[str, Any] = {name: cache} if cache is not None else {}
     if "logits_to_keep" in taken:
         options["logits_to_keep"] = 1
@@ -466,7 +486,7 @@ def _forward(
 
 def _buffer_shape(model: PreTrainedModel, cache: Cache) -> tuple[int, int, int] | None:
     layers = getattr(cache, "layers", [])
-    if not _arguments(type(model).forward) >= _PADDED or not layers:
+    if not _arguments(model) >= _PADDED or _cache_name(model) == "cache_params" or not layers:
         return None
     # exact types: a subclass may keep more than keys and values
     if vars(cache).keys() != vars(Cache(layers=layers)).keys() or not all(type(la) in _BUFFER_LAYERS for la in layers):

@@ -21,9 +21,8 @@ class ScaledLlama(LlamaForCausalLM):
         self.scale = torch.nn.Parameter(torch.ones(1))
         self.post_init()
 
-    def forward(self, input_ids=None, past_key_values=None, use_cache=None, logits_to_keep=0, **kwargs):
-        given = {"past_key_values": past_key_values, "use_cache": use_cache, "logits_to_keep": logits_to_keep}
-        output = super().forward(input_ids=input_ids, **given, **kwargs)
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
         output.logits = output.logits * self.scale
         return output
 

@@ -44,7 +44,8 @@ _LATENT = {"num_key_value_heads": 4}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 
 CHANGES: dict[str, dict[str, Any]] = _named(
-    ("axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash minicpm3 youtu", _LATENT),
+    ("axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa longcat_flash minicpm3", _LATENT),
+    ("sarvam_mla youtu", _LATENT),
     ("qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next", _HYBRID),
     ("kimi_linear", _HYBRID | _LATENT | {"num_experts": 4}),
     ("bamba", {"attn_layer_indices": [1]}),
@@ -70,7 +71,8 @@ CHANGES: dict[str, dict[str, Any]] = _named(
 LEFT_OUT = _named(
     ("emu3 mllama musicgen musicgen_melody gemma4_assistant gemma4_unified_assistant", "its text model has no class"),
     ("git phi4_multimodal blt reformer xlm xlstm zamba", "does not build, or not small, from these sizes"),
-    ("bailing_hybrid dots3_note dots3_note_text lfm3", "new in transformers 5.18 to 5.23, and not looked at yet"),
+    ("bailing_hybrid dots3_note dots3_note_text lfm3", "new in transformers 5.18 to 5.24, and not looked at yet"),
+    ("dory inkling2_loop_text inkling2_text", "new in transformers 5.18 to 5.24, and not looked at yet"),
     ("cohere_compass_text dbrx qwen4_exp qwen4_exp_text", "does not build, or not small, from these sizes"),
 )
 """Architectures that are not tried, and why."""

@@ -23,7 +23,7 @@ from colo.engines.torch import TorchEngine
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.units import MIB
-from tests.models import TINY
+from tests.models import TINY, add_adapter
 
 SIZES = TINY | {"num_hidden_layers": 2}
 CONFIG = Qwen3Config(**SIZES)
@@ -41,7 +41,7 @@ def made(config=CONFIG):
 
 def with_adapter():
     model = made()
-    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    add_adapter(model, LoraConfig(r=2, target_modules=["q_proj"]))
     return model
 
 

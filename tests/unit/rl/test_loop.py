@@ -19,7 +19,7 @@ from colo.units import MIB
 from colo.weights.routing import routing_of
 from colo.weights.sources.base import plain_name
 from tests.checkpoints import char_tokenizer, save_checkpoint
-from tests.models import SMALL, tiny_qwen3
+from tests.models import SMALL, add_adapter, tiny_qwen3
 from tests.runtimes import make_engine
 
 PROMPTS = [(5, 6, 7), (8, 9)]
@@ -423,7 +423,7 @@ def test_the_reference_of_an_adapter_is_the_model_without_it(is_peft):
         rt = colo.launch(tiny_qwen3(num_hidden_layers=2), lora=lora, **options)
     else:
         model = AutoModelForCausalLM.from_config(tiny_qwen3(num_hidden_layers=2))
-        model.add_adapter(lora)
+        add_adapter(model, lora)
         engine = make_engine(config=tiny_qwen3(num_hidden_layers=2))
         rt = colo.share(engine, model, sgd([p for p in model.parameters() if p.requires_grad]))
     base = AutoModelForCausalLM.from_config(tiny_qwen3(num_hidden_layers=2))

@@ -22,7 +22,7 @@ from colo.rl.loop import GRPOConfig, Problem, Reference, grpo
 from colo.rl.loss import GRPOLossConfig
 from colo.units import MIB
 from colo.weights.sources.peft import adds_nothing
-from tests.models import tiny_qwen3
+from tests.models import add_adapter, tiny_qwen3
 from tests.runtimes import make_engine
 
 CONFIG = tiny_qwen3(num_hidden_layers=2)
@@ -79,7 +79,7 @@ def trained(tmp_path):
 
 def of_transformers(init):
     model = base_model()
-    model.add_adapter(LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=init))
+    add_adapter(model, LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=init))
     return model
 
 

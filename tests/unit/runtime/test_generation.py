@@ -28,7 +28,7 @@ from colo.engines.torch import TorchEngine
 from colo.memory.offload import Mover
 from colo.units import MIB
 from tests.checkpoints import char_tokenizer, save_checkpoint
-from tests.models import tiny_qwen3
+from tests.models import add_adapter, tiny_qwen3
 from tests.runtimes import PROMPTS
 
 GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32, bos_token_id=None, eos_token_id=None)
@@ -371,7 +371,7 @@ def test_a_scaling_that_is_changed_within_a_rollout_is_seen_by_the_next_generate
 
 def test_an_adapter_that_transformers_has_added_is_sampled_with_and_trained():
     model = AutoModelForCausalLM.from_config(qwen3())
-    model.add_adapter(copy.deepcopy(LORA), "mine")
+    add_adapter(model, copy.deepcopy(LORA), "mine")
     engine = TorchEngine(qwen3(), device="cpu", dtype=torch.float32, kv_cache_bytes=MIB)
     params = [p for p in model.parameters() if p.requires_grad]
     rt = colo.share(engine, model, torch.optim.AdamW(params, lr=1e-1))

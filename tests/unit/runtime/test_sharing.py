@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 import colo
 from colo.config import RuntimeConfig
 from colo.units import MIB
+from tests.models import add_adapter
 from tests.runtimes import adamw, launch, make_engine, qwen3, train_step
 
 
@@ -55,7 +56,7 @@ def test_layers_may_be_compiled_one_by_one():
 
 
 @pytest.mark.parametrize("weights", ["auto", "copy"])
-@pytest.mark.parametrize("add", [get_peft_model, lambda model, config: model.add_adapter(config)])
+@pytest.mark.parametrize("add", [get_peft_model, add_adapter])
 def test_an_engine_does_not_sample_without_an_adapter_that_the_model_got_since(add, weights):
     model = AutoModelForCausalLM.from_config(qwen3())
     config = RuntimeConfig(kv_cache_bytes=MIB, weights=weights)

@@ -13,7 +13,7 @@ from colo.errors import StaleWeights, Unsupported
 from colo.phases.phase import Phase
 from colo.rl.loop import Reference
 from colo.units import MIB, format_bytes
-from tests.models import TINY, tiny_qwen3
+from tests.models import TINY, add_adapter, tiny_qwen3
 from tests.runtimes import adamw, segment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PEFT's
@@ -268,7 +268,7 @@ def test_an_adapter_of_packed_experts_is_folded(share):
 
 def test_an_adapter_that_transformers_has_added_is_folded(share):
     model = base_model()
-    model.add_adapter(config_of(*NAMED["DoRA"]))
+    add_adapter(model, config_of(*NAMED["DoRA"]))
     drawn(model)
     assert_followed(share(model), model)
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import colo
 from colo.errors import Unsupported
 from colo.testing import tiny_checkpoint
+from tests.models import add_adapter
 from tests.trainers import SMALL_CACHE
 
 QV = {"target_modules": ["q_proj", "v_proj"]}
@@ -120,7 +121,7 @@ def test_an_adapter_that_transformers_has_added_is_served(base, added):
     """`model.add_adapter` puts it into the model, without PEFT's wrapper."""
     config, model = peft.LoraConfig(**LORA), base
     if added == "by transformers":
-        model.add_adapter(config)
+        add_adapter(model, config)
     else:
         model = peft.get_peft_model(model, config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
