@@ -51,7 +51,9 @@ def main(checkpoint, results):
         "differences": plan.differences(parameters),
         "replayed_bytes": sum(copy.num_bytes for copy in plan.copies),
     }
+    torch.manual_seed(int(os.environ["RANK"]))  # as a trainer may: its ranks have other data
     rt = colo.share(engine, model, SGD(model.parameters(), lr=0.1))
+    found["sampled"] = [c.token_ids for _ in range(2) for c in rt.generate(PROMPTS, max_tokens=8, ignore_eos=True)]
     found |= {"transport": rt.transport.name, "mismatches": [], "tokens": []}
     ids = torch.tensor(PROMPTS)
     for _ in range(3):

@@ -38,6 +38,11 @@ def test_slices_are_copied_to_and_both_ranks_sample_what_transformers_does(ranks
     assert ranks[0]["tokens"][0] != ranks[0]["tokens"][2]
 
 
+def test_ranks_draw_the_same_whatever_their_own_random_numbers_are(ranks):
+    assert ranks[0]["sampled"] == ranks[1]["sampled"]
+    assert ranks[0]["sampled"][:4] != ranks[0]["sampled"][4:]
+
+
 def test_a_publication_that_fails_in_one_rank_fails_in_all_and_can_be_repeated(ranks):
     told = [words.partition(" failed on rank 1: ") for words in ranks[0]["failures"]]
     assert [cause for *_, cause in told] == ranks[1]["failures"]

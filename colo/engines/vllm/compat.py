@@ -101,17 +101,18 @@ def own_random_state(device: torch.device) -> Iterator[None]:
 class OwnRandomNumbers:
     """Random numbers of a vLLM in this process, which draws from everybody's generators where requests have no seed.
 
-    They begin by the caller's: `torch.manual_seed` before the engine is started repeats what it samples.
+    They begin by `seed` or, without one, by the caller's: `torch.manual_seed` before the engine is started repeats what
+    it samples.
     """
 
     # vLLM: 0.26 to 0.32; no ticket. Delete with `own_random_state`.
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, seed: int | None = None) -> None:
         import numpy
 
         self._device = device
         with own_random_state(device):
-            seed = int(torch.randint(1 << 32, (), device="cpu"))
+            seed = int(torch.randint(1 << 32, (), device="cpu")) if seed is None else seed
             random.seed(seed)
             numpy.random.seed(seed)
             torch.default_generator.manual_seed(seed)

@@ -191,7 +191,10 @@ class InProcessLink(LLMLink):
         self, llm: Any, device: torch.device, status: EngineStatus, *, deadline_s: float, is_own: bool = False
     ) -> None:
         """Connect to `llm`. Raises: as `LLMLink`."""
-        self._random_numbers = compat.OwnRandomNumbers(device)
+        config = llm.llm_engine.vllm_config
+        # ranks that sample the same tokens have to draw the same, whatever each has drawn before
+        is_shared = config.parallel_config.distributed_executor_backend == "external_launcher"
+        self._random_numbers = compat.OwnRandomNumbers(device, config.model_config.seed if is_shared else None)
         super().__init__(llm, device, status, deadline_s=deadline_s, is_own=is_own)
 
     @property

@@ -37,3 +37,21 @@ def test_sequences_at_once_are_those_given_or_vllms_own():
     assert compat.most_sequences({"performance_mode": "throughput"}) == 2 * own
     assert compat.most_sequences({"max_num_batched_tokens": 4}) == 4, "a step has a token of each"
     assert compat.most_sequences({"max_num_seqs": 3, "performance_mode": "throughput"}) == 3
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_random_numbers_of_vllm_begin_by_a_seed_or_by_the_callers_and_leave_those_alone(seed):
+    drawn = []
+    for callers in (1, 2, 2):
+        torch.manual_seed(callers)
+        expected = torch.rand(2, device="cpu").tolist()
+        torch.manual_seed(callers)
+        own = compat.OwnRandomNumbers(torch.device("cpu"), seed)
+        with own.used():
+            first = torch.rand(2, device="cpu").tolist()
+        assert torch.rand(2, device="cpu").tolist() == expected
+        with own.used():
+            drawn.append((first, torch.rand(2, device="cpu").tolist()))
+    one, other, again = drawn
+    assert other == again and other[0] != other[1]
+    assert (one == other) == (seed is not None)
