@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from colo.errors import BudgetError
@@ -626,6 +626,9 @@ ACTIONS = "look out back poll wait write assign view drop-view drop drop-held ad
     speed=st.integers(0, 4),
     pack_bytes=st.sampled_from([1, 2000, MIB]),
     keeps_addresses=st.booleans(),
+)
+@example(  # all that was on its way back has been assigned to
+    sizes=[1], actions=["out", "look", "back", "assign", "out"], seed=0, speed=1, pack_bytes=1, keeps_addresses=False
 )
 def test_any_order_of_moves_writes_views_and_drops_keeps_every_byte(
     sizes, actions, seed, speed, pack_bytes, keeps_addresses
