@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import torch
 
@@ -462,6 +463,11 @@ class ForgetfulRegion(ResizedRegion):
     def _release(self) -> None:
         super()._release()
         self._on.free(self.size_bytes)
+
+    def _leave(self) -> None:
+        # torch keeps this very object as long as a tensor lies over the bytes
+        finalize(self.bytes.untyped_storage(), self._on.free, self.size_bytes)
+        super()._leave()
 
     def _restore(self) -> None:
         try:

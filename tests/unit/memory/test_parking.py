@@ -630,6 +630,14 @@ ACTIONS = "look out back poll wait write assign view drop-view drop drop-held ad
 @example(  # all that was on its way back has been assigned to
     sizes=[1], actions=["out", "look", "back", "assign", "out"], seed=0, speed=1, pack_bytes=1, keeps_addresses=False
 )
+@example(  # a view outlives the pack whose memory it keeps
+    sizes=[1],
+    actions=["out", "back", "drop", "drop-held", "look"],
+    seed=162,
+    speed=2,
+    pack_bytes=1,
+    keeps_addresses=True,
+)
 def test_any_order_of_moves_writes_views_and_drops_keeps_every_byte(
     sizes, actions, seed, speed, pack_bytes, keeps_addresses
 ):
