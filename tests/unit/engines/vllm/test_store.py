@@ -310,7 +310,7 @@ def test_a_store_that_cannot_begin_leaves_no_folder_and_no_file(monkeypatch, tmp
             WeightStore(CPU)
     assert "TMPDIR may be a shorter path" in raised.value.__notes__[0]
     assert list(tmp_path.iterdir()) == []
-    assert open_files() == before
+    assert open_files() <= before  # a thread of an earlier test may have closed its own meanwhile
 
 
 def test_a_checkpoint_may_take_longer_to_read_than_an_answer(store, monkeypatch):
