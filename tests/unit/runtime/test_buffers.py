@@ -210,9 +210,13 @@ class Counted(nn.Module):
 def test_buffers_that_are_not_the_architectures_may_be_written_to():
     rt = colo.launch(qwen3(), optimizer=adamw, device="cpu", config=RuntimeConfig(kv_cache_bytes=MIB))
     rt.model.counted = Counted()
-    rt.generate([[1]])
-    rt.model.counted.seen.add_(1)
-    rt.generate([[1]])
+    first, second = [], []
+    for sampled in (first, second):
+        with rt.rollout():
+            sampled += rt.generate([[1]], max_tokens=3, temperature=0)
+        rt.model.counted.seen.add_(1)
+    assert rt.model.counted.seen == 2
+    assert [(c.token_ids, c.weights_version) for c in first] == [(c.token_ids, c.weights_version) for c in second]
     rt.close()
 
 

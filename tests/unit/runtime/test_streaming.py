@@ -437,9 +437,16 @@ def test_training_that_was_entered_goes_on_after_a_pass_that_an_error_has_ended(
                 rt.enter(Phase.ROLLOUT)
         rt.enter(None)
         rt.optimizer.zero_grad()
-        if after is None and is_left == "later":  # nothing tells it from one that is to be added to
+        is_whole = after is None and is_left == "later"
+        if is_whole:  # nothing tells it from one that is to be added to
+            with pytest.raises(PhaseError, match=r"and this is the second one since optimizer\.step\(\)"):
+                train(rt, 1)
             rt.optimizer.step()
-        train(rt, 1)
+        before, steps = {name: p.detach().clone() for name, p in rt.model.named_parameters()}, len(rt.trace.steps)
+        after_it = train(rt, 1)
+        assert all(not torch.equal(before[name], weight) for name, weight in after_it.items())
+        # what the pass had stepped by then is a step that ends as the next pass begins
+        assert len(rt.trace.steps) - steps == (1 if is_whole else 2)
 
 
 REGROUPED = {
