@@ -300,9 +300,10 @@ def _is_packed_by_vllm(request: EngineRequest) -> bool:
     Its loader of such weights puts them where no other process can map them, so that the engine runs in this one.
     """
     from colo.engines.vllm import compat
-    from colo.engines.vllm.client.start import import_apart, packs_weights
+    from colo.engines.vllm.client.start import check_quantization, import_apart, packs_weights
 
     options = request.engine_options
+    check_quantization(request.model, options)
     if not packs_weights(request.model, options):
         return False
     if request.lora is None:

@@ -399,9 +399,9 @@ def start_for(
             "lora=...)"
         )
     if kind == "vllm":
-        from colo.engines.vllm.client.start import packs_weights
+        from colo.engines.vllm.client.start import check_quantization
 
-        packs_weights(base, engine_options)  # none of a model: it refuses what cannot be, before anything starts
+        check_quantization(base, engine_options)
     device = model_device(model)
     is_folded = config.fold_adapter and is_peft_model(model)
     # folded: the engine needs no LoRA kernels, and no matrices

@@ -86,7 +86,7 @@ class EngineBase:
         return self._status.state
 
     def look(self) -> None:
-        """Find out by asking whether the engine is lost; one that is told of it need not ask."""
+        """Find out by asking whether the engine is lost, for `state` to say; one that is told of it need not ask."""
 
     @property
     def residual_bytes(self) -> Mapping[str, int]:

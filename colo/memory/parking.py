@@ -157,11 +157,12 @@ class Parking(RegionSegment):
 
     def begin(self, target: Residency) -> Move:
         """Start a move; see `Segment.begin`. Tensors point to where they go once all bytes of their pack are there."""
-        if target is Residency.OFFLOADED and self._residency is Residency.RESIDENT:
+        leaves = target is Residency.OFFLOADED and self._residency is Residency.RESIDENT
+        if leaves:
             self.settle()  # nothing may be left of what was on its way: somebody has assigned to its `data`
         if self._residency is Residency.DISCARDED:
             return Done()  # nothing is there
-        if target is Residency.OFFLOADED and self._residency is Residency.RESIDENT:
+        if leaves:
             with uninterrupted():
                 self._pack()
                 move = super().begin(target)

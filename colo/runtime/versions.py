@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
 
 from colo.config import RuntimeConfig
 from colo.engine import Engine, EngineState, Recovers
 from colo.engines.base import EngineBase
-from colo.errors import EngineLost, PhaseError
+from colo.errors import PhaseError
 from colo.memory.copy_plan import wait_for_queued
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_WEIGHTS, Phase, Residency
@@ -91,8 +89,7 @@ class WeightVersions:
         """Start a lost engine again and publish to it; every rank of a sharded model calls. See `Runtime.recover`."""
         engine = self._engine
         if isinstance(engine, EngineBase):
-            with suppress(EngineLost):
-                engine.look()  # nothing may have been asked of it since it ended
+            engine.look()  # nothing may have been asked of it since it ended
         is_lost = engine.state is EngineState.LOST
         # only the lost engine is started again, and every rank publishes: weights travel between ranks
         is_lost_elsewhere = self._ranks.any(is_lost, "recovering the engine") and not is_lost

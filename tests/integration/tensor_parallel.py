@@ -31,6 +31,8 @@ def mismatch(model, completions):
 
 
 def main(checkpoint, results):
+    torch.manual_seed(100 + int(os.environ["RANK"]))  # as a trainer may: its ranks have other data
+    before = torch.get_rng_state()
     engine = VLLMEngine(
         checkpoint,
         own_process=False,
@@ -42,16 +44,17 @@ def main(checkpoint, results):
         max_model_len=256,
         block_size=32,
     )
+    has_own_numbers = torch.equal(torch.get_rng_state(), before)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     parameters = dict(model.named_parameters())
     plan = engine.record_plan(parameters)
     found = {
+        "has_own_numbers": has_own_numbers,
         "fallbacks": plan.fallbacks,
         "aliases": sorted(plan.aliases),
         "differences": plan.differences(parameters),
         "replayed_bytes": sum(copy.num_bytes for copy in plan.copies),
     }
-    torch.manual_seed(int(os.environ["RANK"]))  # as a trainer may: its ranks have other data
     rt = colo.share(engine, model, SGD(model.parameters(), lr=0.1))
     found["sampled"] = [c.token_ids for _ in range(2) for c in rt.generate(PROMPTS, max_tokens=8, ignore_eos=True)]
     found |= {"transport": rt.transport.name, "mismatches": [], "tokens": []}

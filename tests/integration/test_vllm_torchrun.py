@@ -39,6 +39,7 @@ def test_slices_are_copied_to_and_both_ranks_sample_what_transformers_does(ranks
 
 
 def test_ranks_draw_the_same_whatever_their_own_random_numbers_are(ranks):
+    assert [found["has_own_numbers"] for found in ranks] == [True, True], "the start leaves the trainer's alone"
     assert ranks[0]["sampled"] == ranks[1]["sampled"]
     assert ranks[0]["sampled"][:4] != ranks[0]["sampled"][4:]
 

@@ -188,14 +188,15 @@ class InProcessLink(LLMLink):
     same_process = True
 
     def __init__(
-        self, llm: Any, device: torch.device, status: EngineStatus, *, deadline_s: float, is_own: bool = False
+        self, llm: Any, device: torch.device, status: EngineStatus, *, seed: int | None = None, **options: Any
     ) -> None:
-        """Connect to `llm`. Raises: as `LLMLink`."""
+        """Connect to `llm`; its random numbers begin by `seed`, or the caller's. Raises: as `LLMLink`."""
         config = llm.llm_engine.vllm_config
         # ranks that sample the same tokens have to draw the same, whatever each has drawn before
-        is_shared = config.parallel_config.distributed_executor_backend == "external_launcher"
-        self._random_numbers = compat.OwnRandomNumbers(device, config.model_config.seed if is_shared else None)
-        super().__init__(llm, device, status, deadline_s=deadline_s, is_own=is_own)
+        if config.parallel_config.distributed_executor_backend == "external_launcher":
+            seed = config.model_config.seed
+        self._random_numbers = compat.OwnRandomNumbers(device, seed)
+        super().__init__(llm, device, status, **options)
 
     @property
     def placement(self) -> str:

