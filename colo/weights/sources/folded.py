@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -361,10 +362,12 @@ def _stand_in(module: nn.Module, copies: dict[int, nn.Parameter], *, is_base: bo
     """
     # not a deep copy, which would copy the weights
     twin = copy.copy(module)
+    held = vars(twin)
     for name, value in vars(module).items():
         # PEFT's `merge` notes what it has merged in lists and dictionaries of the layer
         if isinstance(value, (dict, list, set)):
-            vars(twin)[name] = copy.copy(value)
+            # each module has a dozen ordered ones for hooks, which `copy.copy` would take ten times as long for
+            held[name] = value.copy() if isinstance(value, OrderedDict) else copy.copy(value)
     kind: Any = type(twin)
     twin.__class__ = _undeleted(kind)
     for name, child in module._modules.items():
