@@ -96,7 +96,7 @@ def phase_figures(trace: Trace) -> list[PhaseFigures]:
     seconds[EVALUATION] = [cycle.duration_s for cycle in evaluations]
     whole_s = sum(map(sum, seconds.values()))
     # samples have a phase: what is none has those of its time
-    stretches = {"switch": _switches(trace), EVALUATION: [(cycle.start_s, cycle.end_s) for cycle in evaluations]}
+    stretches = {"switch": _switches(trace.spans), EVALUATION: [(cycle.start_s, cycle.end_s) for cycle in evaluations]}
     return [
         _phase_row(trace, part, given, whole_s, moves, stretches.get(part))
         for part, given in seconds.items()
@@ -160,8 +160,11 @@ def _step_row(name: str, category: str, spans: Sequence[Span]) -> StepFigures:
 
 def phase_spans(trace: Trace) -> list[Span]:
     """The spans of category `phase`, those of the idle phase left out, in order of their start."""
-    spans = (s for s in trace.spans if s.category == "phase" and s.phase is not Phase.IDLE)
-    return sorted(spans, key=lambda s: s.start_s)
+    return sorted(filter(_is_phase, trace.spans), key=lambda s: s.start_s)
+
+
+def _is_phase(span: Span) -> bool:
+    return span.category == "phase" and span.phase is not Phase.IDLE
 
 
 def segment_peaks(trace: Trace) -> dict[str, int]:
@@ -196,7 +199,7 @@ def _all_cycles(trace: Trace) -> list[tuple[Cycle, Span]]:
         if last is None or (last.phase is Phase.TRAIN and (span.phase is not Phase.TRAIN or span.name != last.name)):
             groups.append([])
         groups[-1].append(span)
-    switches = _switches(trace)
+    switches = _switches(trace.spans)
     if not groups:
         return []
     first_s = min([groups[0][0].start_s, *(start for start, _ in switches[:1])])
@@ -229,8 +232,15 @@ def _cycle(spans: Sequence[Span], switches: Sequence[tuple[float, float]], start
     return Cycle(start_s=start_s, end_s=end_s, parts_s=parts_s)
 
 
-def _switches(trace: Trace) -> list[tuple[float, float]]:
-    return stretches_of(span for span in trace.spans if span.category in _SWITCHING)
+def switching_s(spans: Sequence[Span]) -> float:
+    """Seconds of changes between phases in `spans`; what phases do in them, such as sending weights, is theirs."""
+    switches = _switches(spans)
+    within_s = (covered_s(switches, span.start_s, span.end_s) for span in spans if _is_phase(span))
+    return sum(end_s - start_s for start_s, end_s in switches) - sum(within_s)
+
+
+def _switches(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    return stretches_of(span for span in spans if span.category in _SWITCHING)
 
 
 def stretches_of(spans: Iterable[Span]) -> list[tuple[float, float]]:

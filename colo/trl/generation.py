@@ -19,6 +19,7 @@ from colo.engine import Completion
 from colo.engines.sampling import row_seed
 from colo.errors import EngineLost, Unsupported
 from colo.phases.phase import Phase
+from colo.report.table import switching_s
 from colo.runtime import Runtime
 from colo.trainer.state import UncopiedHook, untraced
 from colo.trl.partial import PartialRollouts
@@ -250,9 +251,11 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
         self._since_s = trace.now_s()
         new: dict[str, float] = defaultdict(float)
         # from the newest back: a report's history may be long
-        for span in takewhile(lambda span: span.end_s > since_s, reversed(trace.spans)):
-            if span.category in ("phase", "switch"):
-                new[f"{span.name if span.category == 'phase' else 'switch'}_s"] += span.duration_s
+        spans = list(takewhile(lambda span: span.end_s > since_s, reversed(trace.spans)))
+        for span in spans:
+            if span.category == "phase":
+                new[f"{span.name}_s"] += span.duration_s
+        new["switch_s"] = switching_s(spans)
         for sample in takewhile(lambda sample: sample.time_s > since_s, reversed(trace.samples)):
             if sample.phase in (Phase.ROLLOUT, Phase.TRAIN):
                 name = f"{sample.phase}_gib"

@@ -1,5 +1,6 @@
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers import TrainerCallback
 from colo.errors import PhaseError
 from colo.phases.phase import Phase
 from colo.report.charts import reward_chart
-from tests.trainers import logged, sums
+from tests.trainers import SMALL_CACHE, logged, sums
 
 IDS = torch.tensor([[1, 10, 2, 11]])
 METRICS = ["rollout_s", "train_s", "switch_s", "rollout_gib", "train_gib", "tokens_per_s", "mismatch", "sent_bytes"]
@@ -122,6 +123,16 @@ def test_seconds_of_phases_are_those_of_the_step(make, attach):
     whole = sum(s.duration_s for s in rt.trace.spans if (s.category, s.name) == ("phase", "rollout"))
     assert before > 0
     assert sum(logged(trainer, "colo/rollout_s")) == pytest.approx(whole - before)
+
+
+def test_the_time_in_which_weights_are_sent_is_no_time_of_a_switch(make, attach):
+    trainer = make(max_steps=3)
+    rt = attach(trainer, config=replace(SMALL_CACHE, weights="staged"))
+    start_s = rt.trace.now_s()
+    trainer.train()
+    switches_s = [s.duration_s for s in rt.trace.spans if s.category == "switch" and s.start_s > start_s]
+    assert sum(sent_s := logged(trainer, "colo/sync_s")) > 0
+    assert sum(logged(trainer, "colo/switch_s")) == pytest.approx(sum(switches_s) - sum(sent_s), abs=sum(sent_s) / 4)
 
 
 def test_the_fraction_of_changed_weights_is_logged_for_masters(make, attach):
