@@ -21,6 +21,7 @@ from colo.report.table import (
     sparkline,
     step_figures,
     summary,
+    switching_s,
 )
 from colo.units import GIB
 
@@ -64,6 +65,11 @@ def run(num_steps: int = 3) -> Trace:
 
 def sample(time_s, phase, segments, host_bytes=0, used=None):
     return MemorySample(time_s=time_s, phase=phase, segments=segments, host_bytes=host_bytes, device_used_bytes=used)
+
+
+def test_what_a_phase_does_within_a_switch_is_no_time_of_the_switch():
+    assert switching_s(run(3).spans) == pytest.approx(3 * (1 + 1))
+    assert switching_s([]) == 0
 
 
 def test_a_training_step_is_divided_without_remainder():
