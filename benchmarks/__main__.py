@@ -318,6 +318,7 @@ def step() -> None:
     click.option("--offload", type=click.Choice(["auto", "always"]), default="auto", help="Of the flag."),
     click.option("--optimizer", type=click.Choice(["auto", "streamed"]), default="auto", help="Of the flag."),
     click.option("--released", is_flag=True, help="Step and drop gradients within the backward pass, under the flag."),
+    click.option("--offload-activations", is_flag=True, help="Keep them in host memory until the backward pass."),
     click.option(
         "--accumulation", type=click.IntRange(1), default=2, show_default=True, help="Backward passes before a step."
     ),

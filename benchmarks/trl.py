@@ -160,6 +160,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
             "colo_offload": options["offload"],
             "colo_optimizer": options["optimizer"],
             "colo_release_gradients": options["released"],
+            "colo_offload_activations": options["offload_activations"],
             "colo_engine_options": {"enforce_eager": True}
             if options["eager"] and options["engine"] == "vllm"
             else None,

@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 BATCHED_TOKENS = 4096
 """Tokens of one step of vLLM, as TRL sets them for its own."""
 
+OF_FLAG = ("colo_partial_rollouts", "colo_offload_activations")
+"""Options that a trainer's own methods carry out: of the flag's trainers alone."""
+
 ATTACHED = "_colo_attached"
 """Attribute of a config of which a trainer has been attached: its flag was read."""
 
@@ -90,12 +93,13 @@ def attach(
     llm = unsloth.engine_of(trainer.model)
     given = trainer.args if hasattr(trainer.args, "colo_config") else None
     if given is not None:
-        exchanges = given.fast_inference and hasattr(trainer, "exchanges_prompts")
-        if given.colo_partial_rollouts and not exchanges:
-            raise Unsupported(
-                "colo_partial_rollouts needs a ColoGRPOTrainer with fast_inference=True, which exchanges the prompts "
-                f"of a step, and this is a {type(trainer).__name__}: make one, or leave the option out"
-            )
+        if not (given.fast_inference and hasattr(trainer, "overrides_steps")):
+            for name in OF_FLAG:
+                if getattr(given, name):
+                    raise Unsupported(
+                        f"{name} needs a ColoGRPOTrainer with fast_inference=True, whose steps are its own, and this "
+                        f"is a {type(trainer).__name__}: make one, or leave the option out"
+                    )
         config = given.colo_config() if config is None else config
         seeded = given.colo_seeded if seeded is None else seeded
         if llm is None and engine is None:

@@ -98,6 +98,10 @@ def check_args(args: Any) -> None:
         raise ValueError(f"temperature must be above 0, not {args.temperature}: logits are divided by it")
     if getattr(args, "deepspeed", None):
         raise Unsupported(_DEEPSPEED)
+    if getattr(args, "colo_offload_activations", False) and args.device.type == "cpu":
+        raise ValueError(
+            "colo_offload_activations=True moves activations to host memory, where those of a CPU are: leave it out"
+        )
     # TRL asks only where `use_vllm` is set as a trainer is made, and colo sets it later
     if getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction:
         mode = args.vllm_importance_sampling_mode

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from transformers import AutoConfig, AutoProcessor, BitsAndBytesConfig, set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.models.activation_offloading import OffloadActivations
 from trl.trainer import grpo_trainer
 
 from colo.assembly.arguments import chosen_device, default_engine
@@ -32,7 +33,14 @@ if TYPE_CHECKING:
 _OPTIONS_OF_A_START = ("dtype", "revision", "attn_implementation", "quantization_config", "trust_remote_code")
 """Keys of `model_init_kwargs` that colo takes. The last TRL writes there; a model with its own code is refused."""
 
-_SWITCHES = ("fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded", "colo_partial_rollouts")
+_SWITCHES = (
+    "fast_inference",
+    "colo_release_gradients",
+    "colo_offload_activations",
+    "colo_fold_adapter",
+    "colo_seeded",
+    "colo_partial_rollouts",
+)
 
 T = TypeVar("T")
 
@@ -69,6 +77,10 @@ class ColoOptions:
     colo_release_gradients: bool = field(
         default=False,
         metadata={"help": "Step and drop each gradient within the backward pass; its optimizer's state is streamed."},
+    )
+    colo_offload_activations: bool = field(
+        default=False,
+        metadata={"help": "Keep what a forward pass saves, such as layers' inputs, in host memory until its backward."},
     )
     colo_fold_adapter: bool = field(
         default=False,
@@ -205,7 +217,7 @@ class _WithEngine:
     A model that accelerate will shard is loaded by TRL: a rank's engine has memory of its own.
     """
 
-    exchanges_prompts = True  # which partial rollouts need: see `attach`
+    overrides_steps = True  # which options in `OF_FLAG` need: see `attach`
 
     # on the class, without `__set__`: the attribute that `attach` sets on the instance wins
     colo: Runtime = cast("Runtime", _NoRuntime())
@@ -282,6 +294,20 @@ class _WithEngine:
             if (runtime := getattr(self, "colo", None)) is not None:
                 runtime.enter(None)
             raise
+
+    def compute_loss(self, *args: Any, **given: Any) -> Any:
+        """Compute the loss as TRL does; activations leave for host memory on the way, where the config says so."""
+        if getattr(self, "colo", None) is None or not self.args.colo_offload_activations:  # type: ignore[attr-defined]
+            return super().compute_loss(*args, **given)  # type: ignore[misc]
+        # not whole training steps, as TRL's other trainers do: this one's begins with the rollout
+        self._activations.update_model_params(self.model)  # type: ignore[attr-defined]  # they are no activations
+        with self._activations:
+            return super().compute_loss(*args, **given)  # type: ignore[misc]
+
+    @functools.cached_property
+    def _activations(self) -> Any:
+        # two tensors are saved for a layer that is checkpointed: one layer's input leaves while the next layer computes
+        return OffloadActivations(max_fwd_stash_size=2)
 
     def _attach(self, args: Any, engine: Any, engine_options: Any) -> None:
         attach(self, engine=engine, engine_options=engine_options, config=args.colo_config(), seeded=args.colo_seeded)

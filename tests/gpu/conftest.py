@@ -4,6 +4,7 @@ import faulthandler
 import os
 
 import pytest
+import torch
 
 # read at the first call of cuBLAS: without it `use_deterministic_algorithms` refuses every product of matrices
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -16,6 +17,14 @@ each of which may be a whole body.
 """
 
 STDERR = pytest.StashKey[int]()
+
+
+@pytest.fixture
+def deterministic():
+    """Algorithms that give the same bits again, for one test."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_configure(config):

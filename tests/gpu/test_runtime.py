@@ -57,14 +57,6 @@ def train_step(rt, step):
     return ids
 
 
-@pytest.fixture
-def deterministic():
-    """Algorithms that give the same bits again, for one test."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("deterministic")
 def test_training_through_the_runtime_is_bit_equal_to_training_without_it():
     rt = launch(optimizer=MasterWeights(fused))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -21,6 +22,7 @@ import colo
 from colo.config import Offload, OptimizerState
 from colo.engines.torch import TorchEngine
 from colo.errors import Unsupported
+from colo.phases.phase import Phase
 from colo.testing import tiny_checkpoint
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer, ColoRLOOConfig, ColoRLOOTrainer
 from colo.units import MIB
@@ -28,7 +30,8 @@ from tests.checkpoints import save_revisions
 from tests.trainers import ALPHABET, digits, logged, options, sums
 
 CONFIGS = [ColoGRPOConfig, ColoRLOOConfig]
-SWITCHES = ["fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded", "colo_partial_rollouts"]
+OF_FLAG = ["colo_partial_rollouts", "colo_offload_activations"]
+SWITCHES = ["fast_inference", "colo_release_gradients", "colo_fold_adapter", "colo_seeded", *OF_FLAG]
 FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_bytes": "1MiB"}
 
 
@@ -145,11 +148,66 @@ def test_options_of_a_config_hold_for_a_trainer_that_is_attached(make):
     assert rt.config.kv_cache_bytes == 2 * MIB and not trainer.vllm_generation._seeded
 
 
-def test_partial_rollouts_of_a_trainer_that_cannot_have_them_are_refused(make):
-    trainer = make(config=ColoGRPOConfig, **FLAG, colo_partial_rollouts=True)
-    with pytest.raises(Unsupported, match="needs a ColoGRPOTrainer with fast_inference=True.* this is a GRPOTrainer"):
+@pytest.mark.parametrize("option", OF_FLAG)
+def test_an_option_that_a_trainer_of_trls_cannot_carry_out_is_refused(make, monkeypatch, option):
+    trainer = make(config=ColoGRPOConfig, **FLAG, **{option: True})
+    monkeypatch.setattr("colo.trl.checks.check_args", lambda _: None)  # which refuses the second on a CPU
+    match = f"{option} needs a ColoGRPOTrainer with fast_inference=True.* this is a GRPOTrainer"
+    with pytest.raises(Unsupported, match=match):
         colo.attach(trainer)
     assert not hasattr(trainer, "colo")
+
+
+def test_activations_of_a_cpu_are_refused_before_an_engine_is_started(make, monkeypatch):
+    monkeypatch.setattr("colo.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
+    with pytest.raises(ValueError, match="colo_offload_activations=True moves .* those of a CPU are: leave it out"):
+        make_flagged(make, colo_offload_activations=True)
+
+
+class HandedOver(saved_tensors_hooks):
+    """Stands for TRL's class, which is of GPUs: notes the shapes of tensors that it was handed, and the phases."""
+
+    def __init__(self, max_fwd_stash_size):
+        super().__init__(self.pack, torch.clone)
+        self.shapes, self.phases, self.model, self.runtime = [], [], None, None
+
+    def pack(self, tensor):
+        self.shapes.append(tuple(tensor.shape))
+        return tensor
+
+    def update_model_params(self, model):
+        self.model = model
+
+    def __enter__(self):
+        self.phases.append(self.runtime.phase)
+        return super().__enter__()
+
+
+@pytest.mark.parametrize(("kind", "config"), [(ColoGRPOTrainer, ColoGRPOConfig), (ColoRLOOTrainer, ColoRLOOConfig)])
+def test_activations_are_handed_over_while_a_loss_is_computed_and_train_to_the_same_bits(
+    make, monkeypatch, kind, config
+):
+    monkeypatch.setattr("colo.trl.flag.OffloadActivations", HandedOver)
+    for place in ("flag", "checks"):
+        monkeypatch.setattr(f"colo.trl.{place}.check_args", lambda _: None)  # which refuses it on a CPU
+    common = {"kind": kind, "config": config, "gradient_checkpointing": True, "colo_seeded": True}
+    kept = make_flagged(make, **common)
+    kept.train()
+    away = make_flagged(make, **common, colo_offload_activations=True)
+    handed = away._activations
+    handed.runtime = away.colo
+    away.train()
+    assert "_activations" not in vars(kept)
+    assert handed.model is away.model and handed.phases == [Phase.TRAIN] * 4  # two steps of two passes
+    inputs = [shape for shape in handed.shapes if len(shape) == 3 and shape[2] == away.model.config.hidden_size]
+    assert len(inputs) >= 4 * away.model.config.num_hidden_layers
+    for one, other in zip(kept.model.parameters(), away.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert logged(kept, "loss") == logged(away, "loss")
+    away.colo.close()
+    away.args.max_steps = 3
+    away.train()  # as TRL's own
+    assert len(logged(away)) > len(logged(kept)) and len(handed.phases) == 4
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"bias": "lora_only"}, {"modules_to_save": ["lm_head"]}])
