@@ -176,6 +176,7 @@ def demo(html: Path, png: Path | None, json_path: Path | None, **asked: Any) -> 
     help="Where the optimizer's state is while it steps: on the GPU as a whole, or streamed through it.",
 )
 @click.option("--release-gradients", is_flag=True, help="Step and drop each gradient within the backward pass.")
+@click.option("--offload-activations", is_flag=True, help="Keep layers' inputs in host memory until the backward pass.")
 @click.option("--context", type=click.IntRange(min=1), default=4096, help="Tokens of prompt and completion together.")
 @click.option("--generations", type=click.IntRange(min=1), default=8, help="Sequences at once: vLLM's max_num_seqs.")
 @json_option

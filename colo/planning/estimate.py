@@ -69,6 +69,7 @@ class Workload:
     optimizer: Optimizer = Optimizer.ADAMW
     state: OptimizerState = OptimizerState.AUTO  # where the optimizer's state is while it steps
     release_gradients: bool = False  # each is stepped and dropped within the backward pass
+    offload_activations: bool = False  # layers' inputs wait for the backward pass in host memory
     tp: int = 1  # tensor-parallel ranks, of engine and trainer alike
     lora_rank: int = 16
     fold_adapter: bool = False  # the engine gets weights with the adapter in them, and those beneath stay
@@ -147,6 +148,13 @@ class Estimate:
         return max(sum(self.segments[name] for name in away) for away in self.offloaded.values())
 
     @property
+    def activation_host_bytes(self) -> int:
+        """Pinned host memory that layers' inputs take beside that: torch pins a power of two for each."""
+        w = self.workload
+        one = w.micro_batch * w.context * self.shape.hidden_size * w.dtype_bytes
+        return self.shape.num_layers * (1 << (one - 1).bit_length()) if w.offload_activations else 0
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """KV cache of one token while every layer still keeps it; beyond a sliding window it is less."""
         return self._kv_bytes(1) - self._kv_bytes(0)
@@ -166,7 +174,14 @@ class Estimate:
 
     def to_json(self) -> dict[str, object]:
         """Return the estimate as plain values: bytes as integers, phases and segments by name."""
-        sizes = ("peak_bytes", "needed_bytes", "naive_peak_bytes", "logits_bytes", "host_bytes")
+        sizes = (
+            "peak_bytes",
+            "needed_bytes",
+            "naive_peak_bytes",
+            "logits_bytes",
+            "host_bytes",
+            "activation_host_bytes",
+        )
         caches = ("kv_bytes_per_token", "kv_bytes_per_sequence")
         numbers = (*sizes, *caches, "fits", "streamed", "step_wait_s")
         return {
@@ -292,6 +307,7 @@ def _suggestions(found: Estimate) -> Iterator[Suggestion]:
         (f"at most {fewer} generation{'s' * (fewer > 1)}", {"generations": fewer}),
         (f"LoRA of rank {w.lora_rank}", {"mode": Mode.LORA} if w.mode is Mode.FULL else {}),
         (f"QLoRA of rank {w.lora_rank}", {"mode": Mode.QLORA}),
+        ("layers' inputs in host memory (offload_activations)", {"offload_activations": True}),
         *((f"optimizer {kind}", {"optimizer": kind} if w.mode is Mode.FULL else {}) for kind in Optimizer),
     ]
     for words, changes in tries:
@@ -388,11 +404,13 @@ def _engine_bytes(shape: ModelShape, w: Workload, bytes_per_logit: int) -> int:
 def _activation_bytes(shape: ModelShape, w: Workload) -> int:
     """Training with a checkpoint at the input of every layer (Chen et al. 2016, one segment a layer).
 
-    Held at the worst moment: all checkpoints; what the layer that is being recomputed keeps for its backward; the
-    gradients on their way through it, taken as two of its widest and two of the hidden size; the final norm.
+    Held at the worst moment: all checkpoints, or two where they wait in host memory; what the layer that is being
+    recomputed keeps for its backward; the gradients on their way through it, taken as two of its widest and two of the
+    hidden size; the final norm.
     """
     d, hidden = w.dtype_bytes, shape.hidden_size
-    per_token = shape.num_layers * hidden * d + _layer_bytes(shape, w) + hidden * (NORM_BYTES + 2 * d)
+    checkpoints = min(2, shape.num_layers) if w.offload_activations else shape.num_layers
+    per_token = checkpoints * hidden * d + _layer_bytes(shape, w) + hidden * (NORM_BYTES + 2 * d)
     per_token += 2 * d * (max(*shape.mlp_widths(w.tp), shape.mixer_width) + hidden)
     return w.micro_batch * w.context * per_token + _whole_matrix_bytes(shape, w, training=True)
 

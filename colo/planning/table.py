@@ -132,6 +132,8 @@ def _verdict(estimate: Estimate) -> Text:
         text.append(f"Parked during rollouts, {format_bytes(estimate.host_bytes)} of host memory: {moved}\n")
     else:
         text.append("Nothing has to be parked on the host\n")
+    if estimate.activation_host_bytes:
+        text.append(f"Layers' inputs wait in {format_bytes(estimate.activation_host_bytes)} of host memory\n")
     caches = [(estimate.kv_bytes_per_token, "token"), (estimate.kv_bytes_per_sequence, "sequence")]
     text.append(f"KV cache: {' and '.join(f'{format_bytes(size)} a {of}' for size, of in caches if size)}. ")
     text.append(f"Logits, if they were held whole: {format_bytes(estimate.logits_bytes)}")

@@ -47,6 +47,7 @@ def workloads(draw, gpu=None):
         "tp": draw(st.sampled_from([1, 2, 4])),
         "lora_rank": draw(st.sampled_from([1, 16, 64])),
         "micro_batch": draw(st.integers(1, 4)),
+        "offload_activations": draw(st.booleans()),
     }
 
 
@@ -163,6 +164,31 @@ def test_activations_hold_a_checkpoint_for_every_layer():
     shapes = [ModelShape.from_config({**tiny("llama").to_dict(), "num_hidden_layers": n}) for n in (1, 11)]
     one, eleven = (plan(shape, context=1000).phases["train"]["activations"] for shape in shapes)
     assert eleven - one == 10 * 1000 * 128 * 2
+
+
+def test_checkpoints_in_host_memory_leave_two_on_the_device():
+    shapes = [ModelShape.from_config({**tiny("llama").to_dict(), "num_hidden_layers": n}) for n in (1, 2, 11)]
+    kept, away = (
+        [plan(shape, context=1000, offload_activations=each).phases["train"]["activations"] for shape in shapes]
+        for each in (False, True)
+    )
+    assert away == [*kept[:2], kept[1]]
+    found = plan(shapes[2], context=1000, offload_activations=True)
+    assert found.activation_host_bytes == 11 * 2**18  # where each is 256,000 bytes
+    assert found.to_json()["activation_host_bytes"] and not plan().activation_host_bytes
+
+
+@pytest.mark.parametrize(("context", "fits"), [(77_936, True), (92_682, False)])
+def test_the_longest_completions_that_were_measured_on_24_gib_are_planned(context, fits):
+    found = plan_of_folder(
+        "Qwen/Qwen3-1.7B",
+        gpu_memory="24GiB",
+        state="streamed",
+        context=context,
+        generations=1,
+        offload_activations=True,
+    )
+    assert found.fits is fits
 
 
 ATTENTION = 2 * (8 * 128 + 4) + 2 * 2 * (128 + 64) + 4 * 4
@@ -316,7 +342,7 @@ def test_offloaded_bytes_are_on_the_host_and_not_on_the_device():
 def test_json_has_exactly_these_keys_and_is_plain():
     found = plan()
     keys = "segments phases peak_bytes naive_peak_bytes fits kv_bytes_per_token logits_bytes suggestions offloaded"
-    keys += " host_bytes streamed step_wait_s needed_bytes kv_bytes_per_sequence"
+    keys += " host_bytes activation_host_bytes streamed step_wait_s needed_bytes kv_bytes_per_sequence"
     assert set(found.to_json()) == set(keys.split())
     assert json.loads(json.dumps(found.to_json())) == found.to_json()
     assert plan(gpu_memory_bytes=30 * GIB).to_json()["suggestions"]
