@@ -183,6 +183,7 @@ class TrainerState:
 
         A state dict that does not fit the optimizer changes nothing: the old state is in host memory until then.
         """
+        self._replaced.clear()  # of a load that was refused
         for parking in self.parkings:
             if parking.residency is Residency.RESIDENT:
                 # torch casts and copies the loaded state to the parameters' device before it lets go of the old
@@ -449,9 +450,10 @@ def _bytes_of_state(inner: Any, groups: list[dict[str, Any]], *, steps_all: bool
         if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
             copies = 3 if group.get("amsgrad") else 2
         # aligned as packs are: the plan would otherwise be short by up to a page for each tensor
-        for parameter in outer["params"] if copies else ():
+        for parameter, stepped in zip(outer["params"], group["params"], strict=True) if copies else ():
             if parameter.requires_grad or steps_all:
-                num_bytes += copies * align_up(local_bytes(parameter), ALIGNMENT_BYTES)
+                # of what is stepped: moments of masters are fp32, whatever the weights are
+                num_bytes += copies * align_up(local_bytes(stepped), ALIGNMENT_BYTES)
     return num_bytes
 
 

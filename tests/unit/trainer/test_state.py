@@ -170,6 +170,23 @@ def test_loading_a_checkpoint_replaces_the_state_in_any_phase(parked, masters, m
     state.close()
 
 
+def test_a_load_that_was_refused_says_nothing_of_where_the_next_one_leaves_the_state(mover):
+    net = model()
+    optimizer = OPTIMIZERS["adamw"](net.parameters())
+    state = TrainerState(optimizer, mover)
+    backward(net, 0)
+    optimizer.step()
+    state.refresh()
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="parameter groups"):
+        optimizer.load_state_dict({**checkpoint, "param_groups": []})
+    state.bring_back()
+    park(state)
+    optimizer.load_state_dict(checkpoint)
+    assert (state.parkings[0].residency, state.parkings[0].device_bytes) == (O, 0)
+    state.close()
+
+
 def test_a_new_parameter_group_joins(mover):
     net, extra = model(), torch.nn.Parameter(torch.ones(1000))
     optimizer = OPTIMIZERS["adamw"](net.parameters())
@@ -200,8 +217,9 @@ def test_only_state_that_is_known_beforehand_is_expected():
         assert expected_sizes(kind([trained, frozen]))[0] == copies * 512
     groups = [{"params": [trained]}, {"params": [torch.nn.Parameter(torch.zeros(64))], "amsgrad": True}]
     assert expected_sizes(torch.optim.AdamW(groups))[0] == 2 * 512 + 3 * 256
-    halves = [torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))]
-    assert expected_sizes(MasterWeights(torch.optim.AdamW)(halves))[0] == 2 * 256
+    halves = [torch.nn.Parameter(torch.zeros(128, dtype=torch.bfloat16))]
+    for remainders in (True, False):  # moments are of fp32 masters
+        assert expected_sizes(MasterWeights(torch.optim.AdamW, remainders=remainders)(halves))[0] == 2 * 512
 
 
 def test_gradients_that_are_held_are_among_what_stays_and_refuse_to_move(mover):
