@@ -75,6 +75,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     Each step hands the hyperparameters of its groups, which schedulers change, to the inner optimizer, and takes over
     what that one writes there, such as a count of steps.
+    What is written to its state, or cleared from it, holds from the next step on.
     Each step compares parameters with their masters. A value that anybody has written to a parameter since the last
     step replaces its master; with remainders, the block of elements in which it lies becomes its master as it is.
     The inner optimizer gets parameters that are fp32 or wider as they are.
@@ -109,6 +110,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         """16-bit elements that the last step changed, and how many there are; `None` where it changed none."""
 
         self._counted: list[tuple[torch.Tensor, int]] = []
+        self._published: dict[torch.Tensor, dict[str, Any]] = {}  # what `publish_state` has entered
         self._loading: dict[Any, Any] = {}
         self._remainders = bucket_bytes is not None if remainders is None else remainders
         self.inner = make_optimizer([self._with_masters(group) for group in groups])
@@ -123,11 +125,28 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         super().__init__(groups, self.inner.defaults)
         self.show_hyperparameters()  # the inner optimizer may have made tensors of them
         self._is_made_up = False  # the inner optimizer's state, of no step
+        self._hook_state_dicts()
+        self.publish_state()
+
+    def _hook_state_dicts(self) -> None:
         self.register_state_dict_pre_hook(lambda _: self._before_save())
         self.register_state_dict_post_hook(lambda _, state_dict: self._after_save(state_dict))
         self.register_load_state_dict_pre_hook(lambda _, state_dict: self._before_load(state_dict))
         self.register_load_state_dict_post_hook(lambda _: self._after_load())
-        self.publish_state()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """List what a copy or a pickle has: as of torch's optimizers no hooks, and of an unfinished step no notes."""
+        names = ("inner", "masters", "bucket_bytes", "changes", "_remainders", "_shown", "_at_start")
+        fresh: dict[str, Any] = {"is_streamed": False, "_counted": [], "_loading": {}, "_is_made_up": False}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}, **fresh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See `__getstate__`. torch sets groups and state in this way, too, where it loads a state dict."""
+        super().__setstate__(state)
+        if "inner" in state:
+            self._taken = TakenGradients()
+            self._hook_state_dicts()
+            self.publish_state()
 
     @property
     def changed_fraction(self) -> float | None:
@@ -186,6 +205,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def step_part(self, parameters: Iterable[torch.Tensor]) -> None:
         """Step some parameters, those with gradients, within a step whose end the caller knows."""
         self._return_to_start()
+        self.take_state()
         self.copy_hyperparameters()
         self._note_start()
         self.changes, self._counted = None, []
@@ -301,6 +321,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def publish_state(self) -> None:
         """Enter the inner optimizer's state and the masters into `self.state`, keyed by the model's parameters."""
+        self._published = {}
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             # both lists have the same order: `_with_masters` made one of the other
             for parameter, stepped in zip(outer["params"], inner["params"], strict=True):
@@ -309,6 +330,23 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
                     state |= self.masters[parameter].state
                 if state:
                     self.state[parameter] = state
+                    self._published[parameter] = dict(state)
+
+    @torch.no_grad()
+    def take_state(self) -> None:
+        """Give the inner optimizer and the masters what somebody has replaced or cleared in our state meanwhile."""
+        for parameter in parameters_of(self):
+            state, before = self.state.get(parameter, {}), self._published.get(parameter, {})
+            if state.keys() == before.keys() and all(value is before[name] for name, value in state.items()):
+                continue
+            master = self.masters.get(parameter)
+            of_master = {name: state[name] for name in OF_MASTERS if name in state}
+            if master is not None and any(of_master.get(name) is not before.get(name) for name in OF_MASTERS):
+                master.load(of_master)
+            stepped = parameter if master is None else master.tensor
+            self.inner.state[stepped] = {name: value for name, value in state.items() if name not in OF_MASTERS}
+            if not self.inner.state[stepped]:
+                del self.inner.state[stepped]  # else optimizers would take it for state that is there
 
     def _before_save(self) -> None:
         """Make state of the inner optimizer for a state dict that would have masters alone.
@@ -354,10 +392,19 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         return {**state_dict, "state": {}}
 
     def check_loaded(self, state_dict: dict[str, Any]) -> None:
-        """Raise `ValueError` for a state dict without masters."""
+        """Raise `ValueError` for a state dict that lacks masters, or has some of parameters that have none here."""
         state = state_dict["state"]
-        pairs = zip(_numbers(state_dict), parameters_of(self), strict=False)  # torch refuses other groups afterwards
-        with_master = [i for i, parameter in pairs if parameter in self.masters and i in state]
+        # torch refuses other groups afterwards
+        pairs = [pair for pair in zip(_numbers(state_dict), parameters_of(self), strict=False) if pair[0] in state]
+        wide = [(i, parameter) for i, parameter in pairs if parameter not in self.masters]
+        if others := [(i, p) for i, p in wide if not state[i].keys().isdisjoint(OF_MASTERS)]:
+            number, parameter = others[0]
+            raise ValueError(
+                f"the state of {len(others)} parameters, number {number} for one, has masters of 16-bit weights, and "
+                f"here they are {parameter.dtype}, which has none: load the model in the dtype of that checkpoint, or "
+                f"take {', '.join(OF_MASTERS)} out of its state to go on from the rounded weights"
+            )
+        with_master = [i for i, parameter in pairs if parameter in self.masters]
         if lacking := [i for i in with_master if not {MASTER_WEIGHT, MASTER_REMAINDER} & state[i].keys()]:
             raise ValueError(
                 f"the state of {len(lacking)} parameters, number {lacking[0]} for one, has no {MASTER_WEIGHT}: it was "
@@ -374,7 +421,9 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         for index, parameter in zip(_numbers(loaded), parameters_of(self), strict=True):
             state = dict(loaded["state"].get(index, {}))
             of_master = {key: state.pop(key) for key in OF_MASTERS if key in state}
-            if of_master:  # new memory rather than a copy into the old, which may be offloaded
+            # where there is nothing of the parameter, its master is the weight: the old one is another training's
+            if of_master or (parameter in self.masters and index not in loaded["state"]):
+                # new memory rather than a copy into the old, which may be offloaded
                 self.masters[parameter].load(of_master)
             if state:
                 inner_state[index] = state
@@ -435,11 +484,13 @@ class WholeMaster:
         return {MASTER_WEIGHT: self.tensor}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over the master from a state of either kind, into new memory."""
+        """Take over the master from a state of either kind, into new memory; the weight itself from an empty one."""
         self._unrounded = None
         device = self.parameter.device
-        if MASTER_WEIGHT in state:
-            part = local_shard(self.tensor)  # a `DTensor` would ignore new data
+        part = local_shard(self.tensor)  # a `DTensor` would ignore new data
+        if not state:
+            part.data = local_shard(self.parameter).detach().to(torch.float32, copy=True)
+        elif MASTER_WEIGHT in state:
             part.data = local_shard(state[MASTER_WEIGHT]).to(device, torch.float32, copy=True)
         elif is_dtensor(self.parameter):
             raise ValueError(
@@ -523,7 +574,9 @@ class SplitMaster:
         """See `WholeMaster.load`."""
         self.abandon()
         device = self.parameter.device
-        if MASTER_WEIGHT in state:
+        if not state:
+            self._state = {}
+        elif MASTER_WEIGHT in state:
             # by the file's master alone: where the weight differs, its digest does too, and the weight wins
             weight, remainder = split(state[MASTER_WEIGHT].to(device, torch.float32))
             self._state = {MASTER_REMAINDER: remainder, MASTER_DIGESTS: block_digests(weight)}
@@ -549,7 +602,7 @@ def can_be_split(parameter: torch.Tensor) -> bool:
 
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """A tensor of a parameter's shape in fp32, with the memory of one element."""
-    return torch.zeros((), device=parameter.device).expand(parameter.shape)
+    return torch.zeros((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
 
 
 def _joined(parameter: torch.Tensor, remainder: torch.Tensor, digests: torch.Tensor) -> torch.Tensor:
@@ -585,9 +638,13 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
     items = list(params)
     if not items:
         raise ValueError("the optimizer got an empty parameter list")
-    if not isinstance(items[0], dict):
-        # torch takes (name, parameter) pairs too
-        items = [{"params": [item[1] if isinstance(item, tuple) else item for item in items]}]
-    members = [item["params"] for item in items]
-    lists = [[given] if isinstance(given, torch.Tensor) else list(given) for given in members]
-    return [{**item, "params": parameters} for item, parameters in zip(items, lists, strict=True)]
+    return [_with_names(item) for item in (items if isinstance(items[0], dict) else [{"params": items}])]
+
+
+def _with_names(group: dict[str, Any]) -> dict[str, Any]:
+    given = group["params"]
+    parameters = [given] if isinstance(given, torch.Tensor) else list(given)
+    if not parameters or not isinstance(parameters[0], tuple):
+        return {**group, "params": parameters}
+    # torch takes (name, parameter) pairs too, and keeps the names under this key
+    return {**group, "params": [p for _, p in parameters], "param_names": [name for name, _ in parameters]}

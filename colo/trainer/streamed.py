@@ -152,6 +152,8 @@ class StreamedState(TrainerState):
         return any(self._is_due(parameter, work) for parameter in work.parameters)
 
     def _is_due(self, parameter: torch.Tensor, work: Work) -> bool:
+            if isinstance(self.optimizer, MasterWeightsOptimizer):
+                self.optimizer.take_state()
         # no gradient, or stepped in this range already, by the backward pass or by an attempt that failed
         return parameter.grad is not None and work.number not in self._done.get(parameter, ())
 

@@ -1,3 +1,4 @@
+import pickle
 from copy import deepcopy
 
 import pytest
@@ -200,6 +201,109 @@ def test_a_checkpoint_without_masters_is_refused_before_anything_is_lost():
     with pytest.raises(ValueError, match="without master weights; begin anew from the weights of that .* float32"):
         optimizer.load_state_dict(plain.state_dict())
     assert before["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+def test_masters_of_a_checkpoint_are_refused_where_parameters_have_none_before_anything_is_lost():
+    params, wide = parameters(), parameters(torch.float32)
+    optimizer, other = MasterWeights(adamw)(params), MasterWeights(adamw)(wide)
+    for ps, opt in ((params, optimizer), (wide, other)):
+        set_gradients(ps, 0)
+        opt.step()
+    before = deepcopy(other.state_dict()["state"])
+    with pytest.raises(
+        ValueError, match=r"4 parameters, number 0 for one, has masters .* torch\.float32, which has none"
+    ):
+        other.load_state_dict(optimizer.state_dict())
+    after = other.state_dict()["state"]
+    assert all(torch.equal(after[i][name], value) for i, state in before.items() for name, value in state.items())
+
+
+@both_kinds
+def test_a_checkpoint_of_no_step_makes_every_weight_its_master(remainders):
+    params = parameters()
+    optimizer = MasterWeights(lambda ps: torch.optim.AdamW(ps, lr=1e-5), remainders=remainders)(params)
+    empty = MasterWeights(adamw, remainders=True)(parameters()).state_dict()
+    for step in range(3):
+        set_gradients(params, step)
+        optimizer.step()
+    assert not all(torch.equal(optimizer.master_of(p), p.float()) for p in params)
+    optimizer.load_state_dict(empty)
+    assert all(torch.equal(optimizer.master_of(p), p.float()) for p in params)
+    assert not any("exp_avg" in optimizer.state[p] for p in params)
+
+
+def test_state_stays_fp32_whatever_the_default_dtype_is():
+    params = parameters()
+    optimizer = MasterWeights(adamw)(params)
+    set_gradients(params, 0)
+    optimizer.step()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        other = MasterWeights(adamw)(parameters())
+        other.load_state_dict(optimizer.state_dict())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    loaded = other.state_dict()["state"]
+    for i, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(loaded[i]["exp_avg"], state["exp_avg"])
+
+
+def test_named_parameters_keep_their_names():
+    net = torch.nn.Linear(3, 2).bfloat16()
+    for given in (net.named_parameters(), [{"params": net.named_parameters()}]):
+        optimizer = MasterWeights(adamw)(given)
+        assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+        optimizer.add_param_group({"params": [("more", torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)))]})
+        assert optimizer.inner.param_groups[1]["param_names"] == ["more"]
+
+
+@both_kinds
+@pytest.mark.parametrize("copied", [deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"])
+def test_a_copy_goes_on_as_the_optimizer_does_and_apart_from_it(copied, remainders):
+    params = parameters()
+    optimizer = MasterWeights(adamw, remainders=remainders)(params)
+    set_gradients(params, 0)
+    optimizer.step()
+    others, other = copied((params, optimizer))
+    for ps, opt in ((params, optimizer), (others, other)):
+        set_gradients(ps, 1)
+        opt.step()
+    assert all(torch.equal(p, q) and p is not q for p, q in zip(params, others, strict=True))
+    assert all(torch.equal(optimizer.master_of(p), other.master_of(q)) for p, q in zip(params, others, strict=True))
+    saved = deepcopy(other.state_dict())
+    set_gradients(others, 2)
+    other.step()
+    other.load_state_dict(saved)
+    assert other.state[others[0]]["step"] == optimizer.state[params[0]]["step"] == 2
+
+
+@both_kinds
+@pytest.mark.parametrize("is_cleared", [True, False])
+def test_state_that_is_replaced_or_cleared_is_what_the_next_step_finds(is_cleared, remainders):
+    params, copies = parameters(), parameters()
+    copies = [torch.nn.Parameter(p.detach().float()) for p in copies]
+    optimizer, plain = MasterWeights(adamw, remainders=remainders)(params), adamw(copies)
+
+    def step(number):
+        set_gradients(params, number)
+        for p, q in zip(params, copies, strict=True):
+            q.grad = p.grad.float()
+        optimizer.step()
+        plain.step()
+
+    step(0)
+    for p, q in zip(params, copies, strict=True):
+        if is_cleared:
+            optimizer.state.pop(p)
+            plain.state.pop(q)
+            q.data = p.detach().float()  # with the rest of the state the master is gone
+        else:
+            optimizer.state[p]["exp_avg"] = torch.zeros(p.shape)
+            plain.state[q]["exp_avg"] = torch.zeros(p.shape)
+    step(1)
+    for p, q in zip(params, copies, strict=True):
+        assert torch.equal(optimizer.master_of(p), q.detach())
+        assert all(torch.equal(optimizer.state[p][name], value) for name, value in plain.state[q].items())
 
 
 def test_a_master_in_two_bytes_has_no_memory_between_steps():
