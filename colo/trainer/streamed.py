@@ -84,11 +84,16 @@ class StreamedState(TrainerState):
     def refresh(self) -> None:
         """See `TrainerState.refresh`. Makes our hook the last before a step: others may change gradients."""
         super().refresh()
-        hooks = self.optimizer._optimizer_step_pre_hooks
+        self._come_last()
+
+    def _come_last(self) -> bool:
+        """Make our hook the last before a step, unless it is; false where it was. Never while hooks are being run."""
         # hooks run in the order of registration, and another's may still clip or unscale gradients
-        if next(reversed(hooks)) != self._hooks[0].id:
-            self._hooks[0].remove()
-            self._hooks[0] = self.optimizer.register_step_pre_hook(untraced(self._pre_hook))
+        if next(reversed(self.optimizer._optimizer_step_pre_hooks)) == self._hooks[0].id:
+            return False
+        self._hooks[0].remove()
+        self._hooks[0] = self.optimizer.register_step_pre_hook(untraced(self._pre_hook))
+        return True
 
     def _find_state(self) -> None:
         # the window takes the stock itself: what lies in planes must not be parked as well
@@ -106,6 +111,11 @@ class StreamedState(TrainerState):
     # ---- the step ---------------------------------------------------------------------------------------------------
 
     def _pre_hook(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
+        if self._come_last():  # torch calls no further hooks, since this raises
+            raise PhaseError(
+                "register_step_pre_hook() was called after the backward pass, and that hook would run once weights "
+                "have been stepped: nothing has been stepped yet, and step() called again runs it first"
+            )
         self._before_step()
         # here and not by torch: a closure runs backward passes, whose gradients this step has to use
         args, kwargs = _with_closure_called(args, kwargs)
@@ -142,6 +152,8 @@ class StreamedState(TrainerState):
         if not self._is_under_way:
             # only once: `prepare` forgets what an unfinished step has stepped
             self._changes = []
+            if isinstance(self.optimizer, MasterWeightsOptimizer):
+                self.optimizer.take_state()
             self.window.prepare()
         self._is_under_way = True
         self.window.begin(Residency.RESIDENT)
@@ -152,8 +164,6 @@ class StreamedState(TrainerState):
         return any(self._is_due(parameter, work) for parameter in work.parameters)
 
     def _is_due(self, parameter: torch.Tensor, work: Work) -> bool:
-            if isinstance(self.optimizer, MasterWeightsOptimizer):
-                self.optimizer.take_state()
         # no gradient, or stepped in this range already, by the backward pass or by an attempt that failed
         return parameter.grad is not None and work.number not in self._done.get(parameter, ())
 
@@ -206,6 +216,7 @@ class StreamedState(TrainerState):
 
     def before_gradient(self) -> None:
         """See `TrainerState.before_gradient`. Raises: `PhaseError` for a loop that zeroes gradients."""
+        self._come_last()
         if self._left.take_back() and self.releases and self._may_release is not None and self._may_release():
             raise PhaseError(
                 "gradients have been zeroed, as by zero_grad(set_to_none=False), with which torch goes on to step "

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colo.errors import BudgetError
+from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.testing import IllegalAccess
@@ -455,20 +455,29 @@ def test_a_step_whose_own_body_raises_between_the_hooks_loses_no_gradient(mover)
     state.close()
 
 
+class RaisesAfter(torch.optim.AdamW):
+    """Fails as torch calls it once all has been stepped, with no parameters left."""
+
+    fails = False
+
+    def _init_group(self, group, *lists):
+        if self.fails and not group["params"]:
+            out_of_memory()
+        return super()._init_group(group, *lists)
+
+
 def test_a_body_that_raises_once_all_has_been_stepped_has_made_a_step(mover):
     twin, ours = Trained("plain"), Trained("plain")
-
-    def fails(*_):
-        out_of_memory()
-
+    for trained in (twin, ours):
+        trained.optimizer = RaisesAfter(trained.net.parameters(), lr=1e-2)
     state = streamed(ours, mover)
     for number in range(4):
         ours.backward(number)
-        if number % 2:  # a hook of the loop's after ours, which is the last to be called before the class
-            hook = ours.optimizer.register_step_pre_hook(fails)
+        if number % 2:
+            ours.optimizer.fails = True
             with pytest.raises(torch.OutOfMemoryError):
                 ours.optimizer.step()
-            hook.remove()
+            ours.optimizer.fails = False
         else:
             ours.optimizer.step()
         twin.step(number)
@@ -584,6 +593,55 @@ def test_hooks_of_others_see_every_gradient_and_a_closure_is_called_once(mover):
     ours.backward(1)
     ours.optimizer.step()
     assert seen[1:] == [[True] * 12]
+    state.close()
+
+
+def test_a_hook_that_joins_between_two_phases_clips_what_is_stepped_or_the_step_is_refused(mover):
+    twin, ours = Trained(), Trained()
+    state = streamed(ours, mover)
+    state._before_step = state.refresh  # as in a step outside of `train()`
+
+    def clip(optimizer, *_):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    for trained in (twin, ours):
+        trained.optimizer.register_step_pre_hook(clip)
+    ours.backward(0)
+    state.before_gradient()
+    ours.optimizer.step()
+    twin.step(0)
+    assert_same(ours, twin)
+    for trained in (twin, ours):
+        trained.optimizer.register_step_pre_hook(clip)
+        trained.backward(1)
+    before = [p.detach().clone() for p in ours.parameters]
+    with pytest.raises(PhaseError, match="nothing has been stepped yet, and step"):
+        ours.optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours.parameters, before, strict=True))
+    twin.step(1)
+    ours.step(1)
+    assert_same(ours, twin)
+    state.close()
+
+
+@kinds
+def test_state_that_is_cleared_or_loaded_from_before_the_first_step_begins_anew(kind, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover)
+    empty = [copy.deepcopy(trained.optimizer.state_dict()) for trained in (twin, ours)]
+    for number in range(3):
+        twin.step(number)
+        ours.step(number)
+    for trained, saved in zip((twin, ours), empty, strict=True):
+        trained.optimizer.load_state_dict(saved)
+        trained.step(3)
+    assert_same(ours, twin)
+    for trained in (twin, ours):
+        trained.optimizer.state.clear()
+        trained.step(4)
+        assert {int(kept["step"]) for kept in trained.optimizer.state.values()} == {1}
+    assert_same(ours, twin)
     state.close()
 
 
