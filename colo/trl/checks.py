@@ -98,10 +98,8 @@ def check_args(args: Any) -> None:
         raise ValueError(f"temperature must be above 0, not {args.temperature}: logits are divided by it")
     if getattr(args, "deepspeed", None):
         raise Unsupported(_DEEPSPEED)
-    if getattr(args, "colo_offload_activations", False) and args.device.type == "cpu":
-        raise ValueError(
-            "colo_offload_activations=True moves activations to host memory, where those of a CPU are: leave it out"
-        )
+    if getattr(args, "colo_offload_activations", False):
+        _check_offloading(args)
     # TRL asks only where `use_vllm` is set as a trainer is made, and colo sets it later
     if getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction:
         mode = args.vllm_importance_sampling_mode
@@ -110,6 +108,22 @@ def check_args(args: Any) -> None:
                 f"loss_type='vespo' takes a correction of each token, and vllm_importance_sampling_mode={mode!r} is of "
                 "sequences: set 'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False"
             )
+
+
+def _check_offloading(args: Any) -> None:
+    from trl.trainer import grpo_trainer
+
+    if args.device.type == "cpu":
+        raise ValueError(
+            "colo_offload_activations=True moves activations to host memory, where those of a CPU are: leave it out"
+        )
+    # Without it the logits of all tokens are saved. TRL's class kept tensors of reused addresses on the device up to
+    # 1.7, and in 1.4 from step to step; Liger's loss, up to 1.13, is a backward pass within the forward pass.
+    if not hasattr(grpo_trainer, "add_fused_lm_head"):
+        raise Unsupported(
+            "colo_offload_activations=True needs TRL 1.15 or newer, not "
+            f"{importlib.metadata.version('trl')}: older ones would move the logits of all tokens too"
+        )
 
 
 _DEEPSPEED = "colo does not know DeepSpeed's partitioned state: train without it"
@@ -156,6 +170,11 @@ def check_trainer(trainer: Any) -> None:
         raise Unsupported(_DEEPSPEED)
     if trainer.is_fsdp_enabled:
         _check_plugin(trainer.accelerator.state.fsdp_plugin)
+        if getattr(trainer.args, "colo_offload_activations", False) and not trainer.args.gradient_checkpointing:
+            raise Unsupported(
+                "colo_offload_activations=True with FSDP needs gradient_checkpointing=True: without it a layer's "
+                "gathered weights are saved too, and FSDP frees them while they are copied to host memory"
+            )
 
 
 def _check_plugin(plugin: Any) -> None:

@@ -295,18 +295,22 @@ class _WithEngine:
                 runtime.enter(None)
             raise
 
-    def compute_loss(self, *args: Any, **given: Any) -> Any:
-        """Compute the loss as TRL does; activations leave for host memory on the way, where the config says so."""
-        if getattr(self, "colo", None) is None or not self.args.colo_offload_activations:  # type: ignore[attr-defined]
-            return super().compute_loss(*args, **given)  # type: ignore[misc]
-        # not whole training steps, as TRL's other trainers do: this one's begins with the rollout
-        self._activations.update_model_params(self.model)  # type: ignore[attr-defined]  # they are no activations
-        with self._activations:
-            return super().compute_loss(*args, **given)  # type: ignore[misc]
+    @contextmanager
+    def compute_loss_context_manager(self) -> Iterator[None]:
+        """Enter what a loss is computed in; activations leave for host memory there, where the config says so."""
+        with ExitStack() as stack:
+            stack.enter_context(super().compute_loss_context_manager())  # type: ignore[misc]
+            if getattr(self, "colo", None) is not None and self.args.colo_offload_activations:  # type: ignore[attr-defined]
+                # not whole training steps, as TRL's other trainers do: this one's begins with the rollout; and not
+                # within `compute_loss`, which a subclass may call twice: entered anew, it forgets the first graph
+                self._activations.update_model_params(self.model)  # type: ignore[attr-defined]  # they are no activations
+                stack.enter_context(self._activations)
+            yield
 
     @functools.cached_property
     def _activations(self) -> Any:
-        # two tensors are saved for a layer that is checkpointed: one layer's input leaves while the next layer computes
+        # one tensor or two, by torch's version, are saved for a layer that is checkpointed: the inputs of one or two
+        # layers leave while the next layer computes
         return OffloadActivations(max_fwd_stash_size=2)
 
     def _attach(self, args: Any, engine: Any, engine_options: Any) -> None:

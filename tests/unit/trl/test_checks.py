@@ -124,6 +124,25 @@ def test_what_colo_does_not_do_is_refused_by_name(trainer, error, words):
         check_trainer(trainer)
 
 
+OFFLOADING = {"colo_offload_activations": True, "device": torch.device("cuda")}
+
+
+def test_activations_under_a_trl_without_its_fused_head_are_refused_by_name(monkeypatch):
+    monkeypatch.delattr(grpo_trainer, "add_fused_lm_head", raising=False)
+    with pytest.raises(Unsupported, match=r"colo_offload_activations=True needs TRL 1\.15 or newer, not"):
+        check_trainer(a_trainer(args=OFFLOADING))
+
+
+def test_activations_of_layers_that_fsdp_gathers_are_refused_unless_they_are_checkpointed(monkeypatch):
+    monkeypatch.setattr(grpo_trainer, "add_fused_lm_head", None, raising=False)
+    trainer = sharded_by()
+    vars(trainer.args).update(OFFLOADING, gradient_checkpointing=False)
+    with pytest.raises(Unsupported, match="with FSDP needs gradient_checkpointing=True"):
+        check_trainer(trainer)
+    trainer.args.gradient_checkpointing = True
+    check_trainer(trainer)
+
+
 def test_tensor_parallelism_is_refused_by_name():
     trainer = a_trainer()
     trainer.args.vllm_tensor_parallel_size = 2

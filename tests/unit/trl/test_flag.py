@@ -183,13 +183,16 @@ class HandedOver(saved_tensors_hooks):
         return super().__enter__()
 
 
-@pytest.mark.parametrize(("kind", "config"), [(ColoGRPOTrainer, ColoGRPOConfig), (ColoRLOOTrainer, ColoRLOOConfig)])
-def test_activations_are_handed_over_while_a_loss_is_computed_and_train_to_the_same_bits(
-    make, monkeypatch, kind, config
-):
+@pytest.fixture
+def handed_over(monkeypatch):
     monkeypatch.setattr("colo.trl.flag.OffloadActivations", HandedOver)
     for place in ("flag", "checks"):
         monkeypatch.setattr(f"colo.trl.{place}.check_args", lambda _: None)  # which refuses it on a CPU
+
+
+@pytest.mark.usefixtures("handed_over")
+@pytest.mark.parametrize(("kind", "config"), [(ColoGRPOTrainer, ColoGRPOConfig), (ColoRLOOTrainer, ColoRLOOConfig)])
+def test_activations_are_handed_over_while_a_loss_is_computed_and_train_to_the_same_bits(make, kind, config):
     common = {"kind": kind, "config": config, "gradient_checkpointing": True, "colo_seeded": True}
     kept = make_flagged(make, **common)
     kept.train()
@@ -208,6 +211,20 @@ def test_activations_are_handed_over_while_a_loss_is_computed_and_train_to_the_s
     away.args.max_steps = 3
     away.train()  # as TRL's own
     assert len(logged(away)) > len(logged(kept)) and len(handed.phases) == 4
+
+
+@pytest.mark.usefixtures("handed_over")
+def test_two_losses_of_one_pass_are_handed_over_at_once(make):
+    # TRL's class begins anew where it is entered: the first graph would be given tensors of the second
+    class Own(ColoGRPOTrainer):
+        def compute_loss(self, *args, **given):
+            return super().compute_loss(*args, **given) + super().compute_loss(*args, **given)
+
+    trainer = make_flagged(make, kind=Own, colo_offload_activations=True)
+    handed = trainer._activations
+    handed.runtime = trainer.colo
+    trainer.train()
+    assert handed.phases == [Phase.TRAIN] * 4  # two steps of two passes
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"bias": "lora_only"}, {"modules_to_save": ["lm_head"]}])
