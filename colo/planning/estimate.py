@@ -149,10 +149,11 @@ class Estimate:
 
     @property
     def activation_host_bytes(self) -> int:
-        """Pinned host memory that layers' inputs take beside that: torch pins a power of two for each."""
+        """Pinned host memory that layers' inputs take beside that, with four more tensors of that size around the
+        layers: torch pins a power of two for each."""
         w = self.workload
         one = w.micro_batch * w.context * self.shape.hidden_size * w.dtype_bytes
-        return self.shape.num_layers * (1 << (one - 1).bit_length()) if w.offload_activations else 0
+        return (self.shape.num_layers + 4) * (1 << (one - 1).bit_length()) if w.offload_activations else 0
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -174,7 +174,7 @@ def test_checkpoints_in_host_memory_leave_two_on_the_device():
     )
     assert away == [*kept[:2], kept[1]]
     found = plan(shapes[2], context=1000, offload_activations=True)
-    assert found.activation_host_bytes == 11 * 2**18  # where each is 256,000 bytes
+    assert found.activation_host_bytes == 15 * 2**18  # where each is 256,000 bytes
     assert found.to_json()["activation_host_bytes"] and not plan().activation_host_bytes
 
 

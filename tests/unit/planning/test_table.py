@@ -134,7 +134,7 @@ def test_what_does_not_fit_says_what_would():
 def test_nothing_parked_and_nothing_to_suggest_are_said():
     assert "Nothing has to be parked on the host" in render(plan(gpu_memory_bytes=1000 * GIB))
     assert "Layers' inputs" not in render(plan())
-    assert "Layers' inputs wait in 2.25 GiB of host memory" in render(plan(offload_activations=True))
+    assert "Layers' inputs wait in 2.50 GiB of host memory" in render(plan(offload_activations=True))
     assert "No single change makes it fit" in render(plan(gpu_memory_bytes=GIB))
 
 
