@@ -18,7 +18,7 @@ from colo.memory.region import ALIGNMENT_BYTES
 from colo.memory.storage import assembly_of, is_dtensor, local_shard
 from colo.memory.uninterrupted import uninterrupted
 from colo.trainer.gradients import TakenGradients
-from colo.trainer.optimizers import REGROUPED, asks_for_closure, parameters_of, why_not_separable
+from colo.trainer.optimizers import REGROUPED, asks_for_closure, listed_twice, parameters_of, why_not_separable
 from colo.trainer.remainders import (
     DIGEST_ELEMENTS,
     MASTER_DIGESTS,
@@ -184,6 +184,11 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters of their own; see `torch.optim.Optimizer.add_param_group`."""
         super().add_param_group(param_group)
+        try:
+            _check_once(self.param_groups[-1]["params"])
+        except ValueError:
+            self.param_groups.pop()
+            raise
         # not for the first groups: torch's own `__init__` adds them by this method, and the inner optimizer has them
         if len(self.param_groups) > len(self.inner.param_groups):
             self.inner.add_param_group(self._with_masters(self.param_groups[-1]))
@@ -197,6 +202,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if parameters := parameters_of(self):  # none where the runtime has stepped them: colo/trainer/streamed.py
+            self.take_state()
             self.step_part(parameters)
             self._taken.clear()
             self._at_start = []
@@ -205,7 +211,6 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
     def step_part(self, parameters: Iterable[torch.Tensor]) -> None:
         """Step some parameters, those with gradients, within a step whose end the caller knows."""
         self._return_to_start()
-        self.take_state()
         self.copy_hyperparameters()
         self._note_start()
         self.changes, self._counted = None, []
@@ -644,7 +649,17 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
 def _with_names(group: dict[str, Any]) -> dict[str, Any]:
     given = group["params"]
     parameters = [given] if isinstance(given, torch.Tensor) else list(given)
-    if not parameters or not isinstance(parameters[0], tuple):
-        return {**group, "params": parameters}
-    # torch takes (name, parameter) pairs too, and keeps the names under this key
-    return {**group, "params": [p for _, p in parameters], "param_names": [name for name, _ in parameters]}
+    if parameters and isinstance(parameters[0], tuple):
+        # torch takes (name, parameter) pairs too, and keeps the names under this key
+        group = {**group, "param_names": [name for name, _ in parameters]}
+        parameters = [parameter for _, parameter in parameters]
+    _check_once(parameters)
+    return {**group, "params": parameters}
+
+
+def _check_once(parameters: Iterable[torch.Tensor]) -> None:
+    if (twice := listed_twice(parameters)) is not None:
+        raise ValueError(
+            f"the parameter of shape {tuple(twice.shape)} is twice in a group of the optimizer, and has one master: "
+            "list it once"
+        )

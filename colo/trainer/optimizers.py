@@ -62,6 +62,16 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def listed_twice(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return the first parameter that is listed again, which torch warns of and steps twice, or `None`."""
+    seen = set[int]()
+    for parameter in parameters:
+        if id(parameter) in seen:
+            return parameter
+        seen.add(id(parameter))
+    return None
+
+
 def is_megatron_optimizer(optimizer: object) -> bool:
     """Tell whether this is one of Megatron's optimizers. Does not import Megatron."""
     module = sys.modules.get("megatron.core.optimizer.optimizer")  # without which there are none
@@ -291,6 +301,10 @@ def why_not_separable(optimizer: Any) -> str | None:
         if optimizer.bucket_bytes is None:
             return "MasterWeights(bucket_bytes=None) asks for one step of all parameters"
         return why_not_separable(inner)
+    if (twice := listed_twice(parameters_of(optimizer))) is not None:
+        return (
+            f"the parameter of shape {tuple(twice.shape)} is twice in a group, and torch steps it twice: list it once"
+        )
     step = own_step(type(optimizer))
     if any(step is own_step(kind) for kind in _REGISTERED):
         return None

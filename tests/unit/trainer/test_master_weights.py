@@ -257,6 +257,19 @@ def test_named_parameters_keep_their_names():
         assert optimizer.inner.param_groups[1]["param_names"] == ["more"]
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")  # torch's own
+def test_a_parameter_that_is_listed_twice_is_refused_before_anything_changes():
+    more, (first, *_) = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), parameters()
+    for given in ([first, first], [{"params": [first, first]}]):
+        with pytest.raises(ValueError, match=r"is twice in a group of the optimizer, and has one master: list it once"):
+            MasterWeights(adamw)(given)
+    optimizer = MasterWeights(adamw)([first])
+    with pytest.raises(ValueError, match=r"of shape \(2,\) is twice in a group"):
+        optimizer.add_param_group({"params": [more, more]})
+    optimizer.add_param_group({"params": [more]})
+    assert [len(group["params"]) for group in optimizer.inner.param_groups] == [1, 1]
+
+
 @both_kinds
 @pytest.mark.parametrize("copied", [deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"])
 def test_a_copy_goes_on_as_the_optimizer_does_and_apart_from_it(copied, remainders):

@@ -238,6 +238,13 @@ def test_masters_of_one_step_of_all_parameters_are_not_stepped_in_parts():
     assert "bucket_bytes=None" in why_not_separable(optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")  # torch's own
+def test_a_parameter_that_torch_steps_twice_is_not_stepped_in_parts():
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    reason = why_not_separable(torch.optim.SGD([weight, weight], lr=0.1))
+    assert reason == "the parameter of shape (2, 3) is twice in a group, and torch steps it twice: list it once"
+
+
 def test_what_is_declared_is_known_with_what_inherits_its_step():
     @register_separable
     class Own(torch.optim.SGD):
