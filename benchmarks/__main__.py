@@ -311,7 +311,7 @@ def step() -> None:
     click.option("--tokens", type=click.IntRange(min=1), default=256, help="Of a completion, at the most."),
     click.option("--context", type=click.IntRange(min=256), help="Find the longest completion up to so many tokens."),
     click.option("--lora", is_flag=True, help="Train an adapter, r = 16, all linear layers."),
-    click.option("--utilization", type=float, default=0.3, help="vLLM's share of the GPU in TRL's own mode."),
+    click.option("--utilization", type=float, default=0.3, help="Share of the GPU that TRL's own modes sample with."),
     size_option("--kv-cache", default="8GiB", help="KV cache under the flag."),
     click.option("--engine", type=click.Choice(["vllm", "torch"]), default="vllm", help="Engine under the flag."),
     size_option("--card", help="Leave so much of the GPU: another process holds the rest."),

@@ -45,6 +45,12 @@ SIDES: dict[str, Row] = {
     "TRL colocate, bf16": {"stock": True, "dtype": "bfloat16"},
     "TRL colocate, bf16, sleep mode": {"stock": True, "dtype": "bfloat16", "vllm_enable_sleep_mode": True},
     "TRL colocate, fp32 as it loads": {"stock": True, "dtype": None},
+    "TRL, transformers' continuous batching": {
+        "stock": True,
+        "dtype": "bfloat16",
+        "use_vllm": False,
+        "use_transformers_continuous_batching": True,
+    },
 }
 
 
@@ -57,6 +63,7 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
         if sides in name
         and (device == "cuda" or not side["stock"])
         and (options["lora"] or not side.get("colo_fold_adapter"))
+        and (not options["context"] or side.get("use_vllm", True))  # it lengthens what vLLM has sampled
     ]
     if not chosen:
         raise ValueError(f"--sides {sides!r} is in none of: {'; '.join(SIDES)}")
@@ -151,7 +158,10 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
     passes, clock = 1 if options["released"] else options["accumulation"], _Clock()
     if stock:
         os.environ["MASTER_PORT"] = "0"  # asks TRL for a free one: beside another run the usual one is taken
-        side |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options["utilization"]}
+        if side.setdefault("use_vllm", True):
+            side |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": options["utilization"]}
+        else:  # which takes its cache anew for each batch, by default nine tenths of what is free
+            side["transformers_continuous_batching_config"] = {"max_memory_percent": options["utilization"]}
     else:
         side |= {
             "fast_inference": True,
@@ -194,7 +204,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         trainer, ready_s = clocked(
             lambda: kind(folder, [low_tokens], args, train_dataset=data, peft_config=lora, callbacks=[clock])
         )
-        synced_s = _time_syncs(trainer) if stock else []
+        synced_s = _time_syncs(trainer) if stock and args.use_vllm else []
         found = _longest(trainer, context) if context else trainer.train()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     if not stock:
@@ -202,7 +212,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
     if context:
         return {"way": name, **found, "peak_bytes": peak[0] or None}
     steps = clock.seconds[2:] or clock.seconds[-1:]
-    between = synced_s or [entry["colo/switch_s"] + entry.get("colo/sync_s", 0.0) for entry in history]
+    between = synced_s or [entry.get("colo/switch_s", 0.0) + entry.get("colo/sync_s", 0.0) for entry in history]
     return {
         "way": name,
         "start_s": ready_s,

@@ -57,6 +57,18 @@ def test_an_adapter_is_folded_on_a_side_of_its_own_where_there_is_one(tmp_path, 
     assert [row["way"] for row in record.rows] == [FLAG, "colo's flag, bf16, the adapter folded"][: 1 + lora]
 
 
+@pytest.mark.parametrize("context", [None, 512])
+def test_completions_are_lengthened_where_vllm_has_sampled_them(tmp_path, monkeypatch, context):
+    monkeypatch.setattr(trl, "_measured", lambda name, *_: {"way": name, "peak_bytes": None})
+    monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr(trl, "own_processes", lambda: ThreadPoolExecutor(1))
+    record = Record("trl", "command")
+    trl.run(record, shape="8b", device="cuda", sides="TRL", card=None, context=context, tokens=8, lora=False)
+    of_vllm, without = record.rows[:3], record.rows[3:]
+    assert all("colocate" in row["way"] for row in of_vllm)
+    assert [row["way"] for row in without] == ([] if context else ["TRL, transformers' continuous batching"])
+
+
 def test_a_step_is_clocked_with_the_optimizers(tmp_path):
     """TRL's own `step_time` ends before it: a step that streams its state would look free."""
 
