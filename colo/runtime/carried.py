@@ -21,7 +21,7 @@ from typing import Any
 
 from colo.engine import Completion, Engine, SamplingParams
 from colo.engines.sampling import check_seeds, row_seed, without_neutral
-from colo.errors import Unsupported
+from colo.errors import BudgetError, Unsupported
 
 ROUND_TOKENS = 128
 """Tokens that a row asks for in the first round of a call, and in each of one that ends at a time."""
@@ -268,9 +268,8 @@ class Carried:
 
     def sample(self, engine: Engine, adapter: str | None, round_tokens: int | None = None) -> None:
         """Sample one round for all rows that run, of `ROUND_TOKENS` by default."""
-        longest_prompt: int | None = getattr(engine, "longest_prompt", None)
         for batch in self._batches(ROUND_TOKENS if round_tokens is None else round_tokens):
-            _sample(batch, engine, adapter, longest_prompt)
+            _sample(batch, engine, adapter)
 
     def add(
         self,
@@ -407,10 +406,18 @@ def _number_of(until: Until, num_groups: int) -> float:
     return math.ceil(until * num_groups) if isinstance(until, float) else min(until, num_groups)
 
 
-def _sample(batch: _Batch, engine: Engine, adapter: str | None, longest_prompt: int | None) -> None:
+def _sample(batch: _Batch, engine: Engine, adapter: str | None) -> None:
     """Continue rows by one round."""
+    prompts, least = [part.prompt for part in batch.parts], min(part.left for part in batch.parts)
     params = engine.sampling_params(**batch.sampling())
-    for found in engine.generate([part.prompt for part in batch.parts], params, adapter=adapter):
+    if batch.limit > least and (check := getattr(engine, "check_request", None)) is not None:
+        try:
+            check(prompts, params)
+        except BudgetError:  # a row would have room for its own limit alone
+            batch = replace(batch, limit=least)
+            params = engine.sampling_params(**batch.sampling())
+    longest_prompt: int | None = getattr(engine, "longest_prompt", None)
+    for found in engine.generate(prompts, params, adapter=adapter):
         part = batch.parts[found.prompt_index]
         group, number = part.group, part.numbers[found.sample_index]
         row = group.rows[number]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colo
+from colo.config import RuntimeConfig
 from colo.errors import Unsupported
 from colo.runtime import carried
 from tests.runtimes import PROMPTS, launch, launch_lora, qwen3, train_step
@@ -318,6 +319,20 @@ def test_no_row_gets_more_than_it_may(rt, calls):
     assert [call[2] for call in calls] == [4, 4, 2, 6]  # two rows were asked for two tokens too many
     assert [c.token_ids for c in done] == [c.token_ids for c in whole]
     assert all((len(c.logprobs), c.finish_reason, c.spans) == (6, "length", ((0, 6),)) for c in done)
+
+
+def test_a_row_near_its_limit_needs_no_more_room_than_it_was_begun_with():
+    tokens = 16  # of the prompt and the completion, which fill the KV cache
+    rt = launch(config=RuntimeConfig(kv_cache_bytes=tokens * 512))
+    assert rt.engine.kv_bytes_per_token == 512
+    with rt.rollout():
+        whole = rt.generate([[1, 2], [3, 4]], max_tokens=14, temperature=0)
+        rt.generate([[1, 2]], max_tokens=14, temperature=0, until=ONE_ROUND)
+        rt.generate([], until=ONE_ROUND)
+        rt.generate([], until=ONE_ROUND)
+        done = rt.generate([[3, 4]], max_tokens=14, temperature=0, until=1.0)
+    assert [c.token_ids for c in done] == [c.token_ids for c in whole]
+    rt.close()
 
 
 def test_what_is_drawn_does_not_depend_on_what_goes_on_beside_it(rt):
