@@ -47,6 +47,9 @@ class EngineBase:
     longest_prompt: int | None = None
     """The most tokens of a prompt after which a position is left to sample for; `None` without a limit."""
 
+    boundary: int | None = None
+    """The tokens at which a sequence that was shorter ends, before the model has no position left; see `Positions`."""
+
     asks_together = False
     """All ranks of a trainer call `generate` together, as often as each other."""
 

@@ -199,6 +199,11 @@ class Fleet(EngineBase):
         """The most tokens of a prompt that every engine takes."""
         return min((n for e in self.engines if (n := getattr(e, "longest_prompt", None)) is not None), default=None)
 
+    @property
+    def boundary(self) -> int | None:  # type: ignore[override]
+        """The tokens at which a sequence that was shorter ends on any engine; see `EngineBase`."""
+        return next((n for e in self.engines if (n := getattr(e, "boundary", None)) is not None), None)
+
     def check_request(self, prompts: Sequence[Sequence[int]], params: Any) -> None:
         """Raise what `generate` would raise for these prompts and parameters."""
         for member in self.present():

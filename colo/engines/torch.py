@@ -144,6 +144,11 @@ class TorchEngine(EngineBase):
         count = self._positions.count
         return None if count is None else count - 1
 
+    @property
+    def boundary(self) -> int | None:  # type: ignore[override]
+        """The tokens at which LongRoPE's frequencies change; see `Positions`."""
+        return self._positions.boundary
+
     def why_it_stays(self, segment: Segment) -> str:
         """The reason why a segment never leaves: a trainer works on it."""
         return f"the trainer's memory too ({segment.size_bytes} bytes): level 'keep-weights' drops the KV cache only"

@@ -416,7 +416,7 @@ def _sample(batch: _Batch, engine: Engine, adapter: str | None) -> None:
         except BudgetError:  # a row would have room for its own limit alone
             batch = replace(batch, limit=least)
             params = engine.sampling_params(**batch.sampling())
-    longest_prompt: int | None = getattr(engine, "longest_prompt", None)
+    longest_prompt, boundary = getattr(engine, "longest_prompt", None), getattr(engine, "boundary", None)
     for found in engine.generate(prompts, params, adapter=adapter):
         part = batch.parts[found.prompt_index]
         group, number = part.group, part.numbers[found.sample_index]
@@ -429,6 +429,7 @@ def _sample(batch: _Batch, engine: Engine, adapter: str | None) -> None:
             and length < group.max_tokens
             # else the model has no position left to sample for
             and (longest_prompt is None or len(group.prompt) + length <= longest_prompt)
+            and len(group.prompt) + length != boundary
         )
         group.rows[number] = row.grown(found, CARRIED if goes_on else found.finish_reason)
 

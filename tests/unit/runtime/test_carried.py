@@ -191,6 +191,20 @@ def test_a_model_without_positions_left_ends_a_completion():
     rt.close()
 
 
+def test_a_completion_that_ends_a_round_right_where_longrope_changes_ends_there():
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rt = launch(qwen3(max_position_embeddings=64, rope_parameters=rope))
+    prompts = [[1] * 4, [2] * 20, [3] * 13]  # the first is 8, 12 and 16 tokens long after rounds
+    with rt.rollout():
+        assert rt.generate(prompts, max_tokens=30, until=ONE_ROUND)[0].prompt_index == 2
+        done = rt.generate([], until=ONE_ROUND) + rt.generate([], until=ONE_ROUND) + rt.generate([], until=1.0)
+        whole = rt.generate(prompts, max_tokens=30)
+    assert [len(c.token_ids) for c in done] == [12, 30]
+    assert [len(c.token_ids) for c in whole] == [12, 30, 3]
+    rt.close()
+
+
 def test_a_round_that_fails_loses_no_tokens_and_prompts_that_have_none_are_not_kept(rt, monkeypatch):
     generate, calls = rt.engine.generate, []
 
