@@ -196,6 +196,7 @@ def sampling_of(trainer: Any, rt: Runtime, context: int) -> dict[str, Any]:
     if trainer.repetition_penalty != 1.0:
         sampling["repetition_penalty"] = trainer.repetition_penalty
     given = dict(args.generation_kwargs or {})
+    given.pop("n", None)  # see `check_args`
     # TRL's list has the generation config's end tokens too; without one there is the tokenizer's
     if not given.get("ignore_eos"):
         ends = getattr(trainer, "eos_token_ids", None) or [trainer.processing_class.eos_token_id]

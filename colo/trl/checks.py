@@ -96,6 +96,12 @@ def check_args(args: Any) -> None:
         )
     if not getattr(args, "temperature", 1.0) > 0:
         raise ValueError(f"temperature must be above 0, not {args.temperature}: logits are divided by it")
+    # the numbers that TRL asks its vLLM in this process and its server for
+    if (n := (getattr(args, "generation_kwargs", None) or {}).get("n")) not in (None, 1, args.num_generations):
+        raise ValueError(
+            f"generation_kwargs has n={n}, and num_generations={args.num_generations} says how many completions a "
+            "prompt has: leave n out"
+        )
     if getattr(args, "deepspeed", None):
         raise Unsupported(_DEEPSPEED)
     if getattr(args, "colo_offload_activations", False):

@@ -51,6 +51,25 @@ def test_a_batch_has_the_prompts_that_ended_first_with_their_own_columns(flagged
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_number_of_completions_among_generation_kwargs_changes_no_group(flagged, n):
+    sizes = []
+
+    def reward(completions, **_):
+        sizes.append(len(completions))
+        return digits(completions)
+
+    trainer = flagged(reward=reward, generation_kwargs={"n": n, **TAIL["generation_kwargs"]})
+    trainer.train()
+    assert sizes == [16, 16]
+
+
+@pytest.mark.parametrize("is_partial", [True, False])
+def test_another_number_of_completions_among_generation_kwargs_is_refused(flagged, is_partial):
+    with pytest.raises(ValueError, match="generation_kwargs has n=2, and num_generations=4 says"):
+        flagged(colo_partial_rollouts=is_partial, generation_kwargs={"n": 2})
+
+
 def test_trl_gets_the_log_probability_that_each_token_was_sampled_with(flagged, monkeypatch):
     given = []
     score = GRPOTrainer._generate_and_score_completions
