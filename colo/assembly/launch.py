@@ -91,9 +91,10 @@ def launch(
     """Start an engine and build a model to train on one copy of the weights.
 
     `model` is a folder or a hub id with a checkpoint, a transformers config for random weights, or a transformers model
-    whose weights are copied and which is otherwise left alone. `engine` is "vllm", the default on a GPU that has it, or
-    "torch", the embedded one. vLLM runs in its own process unless `engine_options` has `own_process=False`; the rest of
-    `engine_options` are those of `vllm.LLM`; the embedded engine takes `revision` of them, a hub's.
+    whose weights are copied and which is otherwise left alone: what is frozen in it is not trained. `engine` is "vllm",
+    the default on a GPU that has it, or "torch", the embedded one. vLLM runs in its own process unless `engine_options`
+    has `own_process=False`; the rest of `engine_options` are those of `vllm.LLM`; the embedded engine takes `revision`
+    of them, a hub's.
     With `lora` the base is frozen and shared, and an adapter is trained; with `quantization="bitsandbytes"` among the
     `engine_options`, or a checkpoint that bitsandbytes has packed, that base is in 4 bits, and vLLM in this process.
     `optimizer` builds the optimizer from the trainable parameters; by default see `default_optimizer`. `dtype`, one of
@@ -228,6 +229,8 @@ def start_torch(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     if isinstance(request.model, (PretrainedConfig, PreTrainedModel)):
         refuse_quantized(config_of(request.model, "main"))  # before weights are drawn
     checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
+    model = empty_model(checkpoint.config, dtype=request.dtype, attn_implementation=None)
+    _refuse_other_weights(checkpoint, model)
     engine = make_torch_engine(
         checkpoint, request, request.make_mover(undo), request.kv_cache_bytes(checkpoint, "torch")
     )
@@ -235,11 +238,10 @@ def start_torch(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     engine.load_weights(ModuleSource(checkpoint))
     if request.config.weights is not Weights.AUTO:
         # a copy each was asked for: the trainer keeps its own tensors
-        return engine, _own(checkpoint, request.model).to(request.device).requires_grad_(True).train()
-    model = empty_model(checkpoint.config, dtype=request.dtype, attn_implementation=None)
+        return engine, _trained(_own(checkpoint, request.model).to(request.device), request.model)
     bind(model, _ordinary(engine.weights.hf_views()), engine.weights.layout.tied)
     model.generation_config = checkpoint.generation_config
-    return engine, model.requires_grad_(True).train()
+    return engine, _trained(model, request.model)
 
 
 def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
@@ -251,6 +253,8 @@ def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
         _check_complete(request.model, request.dtype, revision_of(request.engine_options))
     # on the meta device: the weights must not exist twice while vLLM starts
     model = empty_model(config, dtype=request.dtype, attn_implementation=None)
+    if isinstance(request.model, PreTrainedModel):
+        _refuse_other_weights(request.model, model)
     _take_generation_config(model, request)
     kv_cache_bytes = request.kv_cache_bytes(model, "vllm", packed=packs)
     engine = make_vllm_engine(request, request.make_mover(undo), kv_cache_bytes)
@@ -276,7 +280,7 @@ def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     else:
         checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
         model = _own(checkpoint, request.model).to(request.device)
-    return engine, model.requires_grad_(True).train()
+    return engine, _trained(model, request.model)
 
 
 def _take_generation_config(model: PreTrainedModel, request: EngineRequest) -> None:
@@ -345,6 +349,26 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
 def _own(model: Any, given: Checkpoint) -> Any:
     """Deep-copy a model that the caller passed in: `launch` never trains the caller's object."""
     return copy.deepcopy(model) if model is given else model
+
+
+def _trained(model: nn.Module, given: Checkpoint) -> nn.Module:
+    """The model in training mode, all of it trainable but for what is frozen in a model that was given."""
+    model.requires_grad_(True).train()
+    if isinstance(given, PreTrainedModel):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(given.get_parameter(name).requires_grad)
+    return model
+
+
+def _refuse_other_weights(given: nn.Module, built: nn.Module) -> None:
+    """Raise `Unsupported` for a model of other weights than one that is built of its config has, which is trained."""
+    names, built_names = ({name for name, _ in ModuleSource(model)} for model in (given, built))
+    if other := sorted(names ^ built_names):
+        raise Unsupported(
+            f"the model's weights are not those that its config says: {len(other)} of them, {other[0]} for one, are in "
+            f"{'the model' if other[0] in names else 'what the config builds'} alone, and launch builds a model of the "
+            "config. Say in the config what the model has (tie_word_embeddings, num_hidden_layers), or tie its weights"
+        )
 
 
 # ---- what a checkpoint holds ---------------------------------------------------------------------------------------

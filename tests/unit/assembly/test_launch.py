@@ -18,6 +18,7 @@ from colo.assembly.share import _adapted_modules
 from colo.config import RuntimeConfig, Weights
 from colo.errors import Unsupported
 from colo.units import MIB
+from colo.weights.sources.base import plain_name
 from colo.weights.sources.module import ModuleSource
 from tests.models import tiny_qwen3
 
@@ -48,6 +49,10 @@ def test_a_model_that_is_given_is_left_alone(weights, lora, monkeypatch):
         rt.optimizer.step()
     assert rt.generate([[1, 2, 3]], max_tokens=2)[0].weights_version == 1
     rt.close()
+    trained = {
+        n for n, p in rt.model.named_parameters() if "lora_" not in n and not torch.equal(p, before[plain_name(n)][1])
+    }
+    assert trained == (set() if lora else before.keys() - {"model.embed_tokens.weight"})
     assert not model.training
     assert modules == {name: type(module) for name, module in model.named_modules()}
     assert before.keys() == dict(model.named_parameters()).keys()
@@ -56,6 +61,44 @@ def test_a_model_that_is_given_is_left_alone(weights, lora, monkeypatch):
         assert (id(parameter), parameter.requires_grad) == (identity, requires_grad)
         assert torch.equal(parameter, value)
         assert parameter.grad is None
+
+
+def untie(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+
+
+def share_a_layer(model):
+    model.model.layers[1] = model.model.layers[0]
+
+
+def take_a_layer_out(model):
+    del model.model.layers[1]
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (untie, "lm_head.weight for one, are in the model alone"),
+        (share_a_layer, r"model.layers.1\S+ for one, are in what the config builds alone"),
+        (take_a_layer_out, r"model.layers.1\S+ for one, are in what the config builds alone"),
+    ],
+)
+def test_a_model_that_its_config_does_not_build_is_refused_before_an_engine_starts(started, engine, change, named):
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    change(model)
+    with pytest.raises(Unsupported, match=named):
+        begin(model, engine)
+    assert not started
+
+
+def test_a_checkpoint_that_its_config_does_not_build_is_refused(started, tmp_path):
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    untie(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match="tie_word_embeddings"):
+        begin(str(tmp_path))
+    assert not started
 
 
 @pytest.fixture
