@@ -22,6 +22,7 @@ from colo.memory.offload import Mover
 from colo.memory.parking import Parking
 from colo.phases.phase import Residency
 from colo.trainer.backward import weakly
+from colo.trainer.state import UncopiedHook
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -62,7 +63,7 @@ class ParkedModule:
             raise Unsupported(f"{name}: the optimizer steps weights that the runtime moves already")
         # by our own note: on a CPU, where host and device are one, nothing else would tell
         self.look()
-        self._hooks = [module.register_forward_pre_hook(weakly(self._check))]
+        self._hooks = [module.register_forward_pre_hook(UncopiedHook(weakly(self._check)))]
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(weakly(self._check)))
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -89,6 +90,20 @@ def test_a_module_that_is_away_says_whose_turn_it_is():
         assert critic(INPUTS).shape == (8, 1)
     rt.close()
     assert critic(INPUTS).shape == (8, 1)
+
+
+def test_a_copy_of_a_module_that_is_away_and_one_that_is_saved_are_the_users_own():
+    critic, _ = make_critic()
+    rt = launch(config=ALWAYS)
+    rt.park(critic)
+    with rt.train():
+        train_step(rt)
+    with rt.rollout():
+        for twin in (copy.deepcopy(critic), pickle.loads(pickle.dumps(critic))):
+            assert twin(INPUTS).shape == (8, 1)
+        with pytest.raises(PhaseError, match="in host memory"):
+            critic(INPUTS)
+    rt.close()
 
 
 def test_what_cannot_be_parked_is_refused_and_left_as_it_was():
