@@ -97,10 +97,11 @@ def check_args(args: Any) -> None:
     if not getattr(args, "temperature", 1.0) > 0:
         raise ValueError(f"temperature must be above 0, not {args.temperature}: logits are divided by it")
     # the numbers that TRL asks its vLLM in this process and its server for
-    if (n := (getattr(args, "generation_kwargs", None) or {}).get("n")) not in (None, 1, args.num_generations):
+    size, n = getattr(args, "num_generations", None), (getattr(args, "generation_kwargs", None) or {}).get("n")
+    if n not in (None, 1, size):
         raise ValueError(
-            f"generation_kwargs has n={n}, and num_generations={args.num_generations} says how many completions a "
-            "prompt has: leave n out"
+            f"generation_kwargs has n={n}, and num_generations={size} says how many completions a prompt has: leave n "
+            "out"
         )
     if getattr(args, "deepspeed", None):
         raise Unsupported(_DEEPSPEED)
