@@ -286,8 +286,9 @@ class Carried:
         # of the whole length, before anything is sampled
         if (check := getattr(engine, "check_request", None)) is not None:
             check(prompts, params)
-        if keys is not None and len(keys) != len(prompts):
-            raise ValueError(f"keys has {len(keys)} for {len(prompts)} prompts: give one for each")
+        given = [None] * len(prompts) if keys is None else keys
+        if len(given) != len(prompts):
+            raise ValueError(f"keys has {len(given)} for {len(prompts)} prompts: give one for each")
         check_seeds(seeds, len(prompts))
         if not isinstance(seeds, Sequence):
             seeds = [seeds] * len(prompts)
@@ -301,7 +302,7 @@ class Carried:
                 seed=seed,
                 rows=[_Row()] * params.n,
             )
-            for place, (prompt, key, seed) in enumerate(zip(prompts, keys or [None] * len(prompts), seeds, strict=True))
+            for place, (prompt, key, seed) in enumerate(zip(prompts, given, seeds, strict=True))
         ]
         self._groups = {**self._groups, **{group.index: group for group in new}}
         self._num_prompts += len(new)

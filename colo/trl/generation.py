@@ -96,9 +96,11 @@ class ColoGeneration:
         self.runtime.enter(Phase.ROLLOUT)
         return self.runtime.generate(prompts, **sampling)
 
-    def forget_calls(self) -> None:
-        """Draw in every step as a trainer that is new does."""
+    def begin_run(self) -> None:
+        """Draw in every step as a trainer that is new does, with nothing under way."""
         self._calls.clear()
+        if self.partial is not None:
+            self.partial.begin_run()
 
     def check(self, prompts: Iterable[Sequence[int]]) -> None:
         """Raise `ValueError` for a prompt that is empty or leaves no room for a completion."""
@@ -208,7 +210,7 @@ class PhaseCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
         """Take over how many backward passes a step has: it may be another than when the trainer was attached."""
         self._runtime.accumulation_steps = args.gradient_accumulation_steps
-        self._generation.forget_calls()  # the step that an earlier run was in may be made again
+        self._generation.begin_run()  # the step that an earlier run was in may be made again
         self._since_s, self._sent_bytes = self._runtime.trace.now_s(), self._runtime.bytes_synced
 
     def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:

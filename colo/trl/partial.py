@@ -117,6 +117,11 @@ class PartialRollouts:
             is_known = any(completion.prompt_index not in before for completion in self._runtime.carried)
             return self._runtime.generate([] if is_known else prompts, keys=[] if is_known else rows, **asked)
 
+    def begin_run(self) -> None:
+        """Give up what an earlier run has left under way, whose prompts TRL draws again."""
+        self._runtime.drop_carried()
+        self._has_begun = False
+
     def forget(self) -> None:
         """Drop completions that nobody has taken."""
         self._found = []

@@ -121,6 +121,12 @@ def test_groups_are_returned_whole_and_the_others_wait(rt):
     assert rt.carried == []
 
 
+def test_keys_may_be_an_array(rt):
+    with rt.rollout():
+        done = rt.generate(PROMPTS, max_tokens=2, until=1.0, keys=torch.tensor([7, 8, 9]))
+    assert [int(c.key) for c in done] == [7, 8, 9]
+
+
 def test_a_number_and_a_time_end_a_call(rt):
     prompts = [[i] for i in range(1, 9)]
     with rt.rollout():

@@ -93,6 +93,25 @@ def test_trl_gets_the_log_probability_that_each_token_was_sampled_with(flagged, 
     assert any(len(completion.spans) > 1 for found, _ in given for completion in found)
 
 
+def test_a_run_after_one_that_was_interrupted_has_no_more_under_way(flagged, monkeypatch):
+    trainer = flagged(dataset=sums(100), max_steps=2)
+    generate, calls = trainer.colo.engine.generate, []
+
+    def failing(*given, **more):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return generate(*given, **more)
+
+    monkeypatch.setattr(trainer.colo.engine, "generate", failing)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert len({completion.prompt_index for completion in trainer.colo.carried}) == 5
+    trainer.train()
+    assert len({completion.prompt_index for completion in trainer.colo.carried}) == 1
+    assert trainer.colo.trace.metrics["carried"] == [pytest.approx(0.2)] * 2
+
+
 def test_tokens_are_as_old_as_allowed_and_evaluation_is_of_its_own_prompts(flagged):
     trainer = flagged(dataset=sums(100), max_steps=5, colo_max_age=1, eval_strategy="steps", eval_steps=2)
     trainer.train()
