@@ -83,12 +83,13 @@ class BackwardWatch:
         if gradients.step != self._step:
             gradients.step, gradients.count = self._step, 0
         gradients.count += 1
+        # the first parameter to get its n-th gradient begins the n-th pass, also one that ends in what is called here
+        is_first = gradients.count > self.passes
+        self.passes = max(self.passes, gradients.count)
         self._seen += 1
         if self._seen % self._every == 0:
             self._on_progress()
-        # the first parameter to get its n-th gradient begins the n-th pass
-        if gradients.count > self.passes:
-            self.passes = gradients.count
+        if is_first:
             self._on_pass(gradients.count)
 
 

@@ -139,3 +139,14 @@ def test_refusing_a_gradient_ends_the_pass_and_leaves_those_before_it():
         backward(net)
     assert log.passes == [1]
     assert all(torch.equal(p.grad, grad) for p, grad in zip(net.parameters(), before, strict=True))
+
+
+def test_a_pass_that_ends_with_its_first_gradient_has_begun():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    net = network(2)
+    log = Log(net, on_progress=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        backward(net)
+    assert log.watch.passes == 1
