@@ -409,14 +409,16 @@ def _number_of(until: Until, num_groups: int) -> float:
 
 def _sample(batch: _Batch, engine: Engine, adapter: str | None) -> None:
     """Continue rows by one round."""
-    prompts, least = [part.prompt for part in batch.parts], min(part.left for part in batch.parts)
+    prompts, asked = [part.prompt for part in batch.parts], [min(part.left, batch.limit) for part in batch.parts]
     params = engine.sampling_params(**batch.sampling())
-    if batch.limit > least and (check := getattr(engine, "check_request", None)) is not None:
+    if batch.limit > min(asked) and (check := getattr(engine, "check_request", None)) is not None:
         try:
             check(prompts, params)
-        except BudgetError:  # a row would have room for its own limit alone
-            batch = replace(batch, limit=least)
-            params = engine.sampling_params(**batch.sampling())
+        except BudgetError:  # a row has room for its own limit alone: calls of one limit each, which draw the same
+            for limit in sorted(set(asked)):
+                alike = [part for part, most in zip(batch.parts, asked, strict=True) if most == limit]
+                _sample(replace(batch, parts=alike, limit=limit), engine, adapter)
+            return
     longest_prompt, boundary = getattr(engine, "longest_prompt", None), getattr(engine, "boundary", None)
     for found in engine.generate(prompts, params, adapter=adapter):
         part = batch.parts[found.prompt_index]

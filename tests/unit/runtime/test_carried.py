@@ -355,6 +355,20 @@ def test_a_row_near_its_limit_needs_no_more_room_than_it_was_begun_with():
     rt.close()
 
 
+def test_what_is_drawn_does_not_depend_on_the_room_for_what_goes_on_beside_it():
+    def drawn(tokens):
+        torch.manual_seed(0)  # of the weights
+        rt = launch(config=RuntimeConfig(kv_cache_bytes=tokens * 512))
+        with rt.rollout():
+            for _ in range(3):
+                rt.generate([[1, 2]] if not rt.carried else [], n=2, max_tokens=14, until=ONE_ROUND, seed=1)
+            done = rt.generate([[3, 4]], n=2, max_tokens=14, until=1.0, seed=2)
+        rt.close()
+        return [c.token_ids for c in done]
+
+    assert drawn(16) == drawn(1000)
+
+
 def test_what_is_drawn_does_not_depend_on_what_goes_on_beside_it(rt):
     with rt.rollout():
         alone = rt.generate([[5]], n=3, max_tokens=8, until=1.0, seed=[4])
