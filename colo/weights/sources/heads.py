@@ -93,8 +93,9 @@ def plain_model(model: Any) -> Any:
     """The model without `torch.compile` and PEFT around it."""
     model = getattr(model, "_orig_mod", model)
     if is_peft_model(model) and not is_transformers_model(model):
-        # which a `PeftMixedModel` does not have
-        model = getattr(model, "get_base_model", lambda: model.base_model.model)()
+        # not by `get_base_model`, which asks for an active adapter, and which a `PeftMixedModel` does not have
+        base = model.base_model
+        model = base if is_transformers_model(base) else base.model
     return getattr(model, "_orig_mod", model)
 
 

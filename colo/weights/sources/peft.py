@@ -158,11 +158,17 @@ def kind_of(config: Any) -> str:
 
 
 def active_adapters(model: Any) -> list[str]:
-    """Names of the active adapters."""
+    """Names of the active adapters. Raises: `StaleWeights` for one that is gone."""
     active: Any = getattr(model, "active_adapters", None)
     if callable(active):  # transformers' own, a method
         active = active()
-    return list(active or [model.active_adapter])
+    names = list(active or [model.active_adapter])
+    if gone := [name for name in names if name not in model.peft_config]:
+        raise StaleWeights(
+            f"adapter {gone[0]} is active, and the model has it no longer, as after delete_adapter(): activate another "
+            "one with set_adapter"
+        )
+    return names
 
 
 def active_adapter(model: PeftModel) -> str:

@@ -411,6 +411,17 @@ def test_after_merge_and_unload_the_engine_is_told_that_its_weights_are_gone(sha
         rt.generate([PROMPT], max_tokens=2)
 
 
+def test_without_its_adapter_the_engine_refuses_and_the_model_is_given_back(share):
+    model = adapted()
+    rt = share(model)
+    rt.generate([PROMPT], max_tokens=2)
+    model.delete_adapter(model.active_adapter)
+    with pytest.raises(StaleWeights, match="default is active, and the model has it no longer"):
+        rt.generate([PROMPT], max_tokens=2)
+    rt.close()
+    assert model.base_model.model(input_ids=torch.tensor([PROMPT])).logits.isfinite().all()
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
