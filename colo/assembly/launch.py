@@ -91,10 +91,10 @@ def launch(
     """Start an engine and build a model to train on one copy of the weights.
 
     `model` is a folder or a hub id with a checkpoint, a transformers config for random weights, or a transformers model
-    whose weights are copied and which is otherwise left alone: what is frozen in it is not trained. `engine` is "vllm",
-    the default on a GPU that has it, or "torch", the embedded one. vLLM runs in its own process unless `engine_options`
-    has `own_process=False`; the rest of `engine_options` are those of `vllm.LLM`; the embedded engine takes `revision`
-    of them, a hub's.
+    whose weights are copied and which is otherwise left alone: what is frozen in it is not trained, and what is trained
+    has its attention and its checkpointing of activations. `engine` is "vllm", the default on a GPU that has it, or
+    "torch", the embedded one. vLLM runs in its own process unless `engine_options` has `own_process=False`; the rest of
+    `engine_options` are those of `vllm.LLM`; the embedded engine takes `revision` of them, a hub's.
     With `lora` the base is frozen and shared, and an adapter is trained; with `quantization="bitsandbytes"` among the
     `engine_options`, or a checkpoint that bitsandbytes has packed, that base is in 4 bits, and vLLM in this process.
     `optimizer` builds the optimizer from the trainable parameters; by default see `default_optimizer`. `dtype`, one of
@@ -229,7 +229,8 @@ def start_torch(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     if isinstance(request.model, (PretrainedConfig, PreTrainedModel)):
         refuse_quantized(config_of(request.model, "main"))  # before weights are drawn
     checkpoint = _load_checkpoint(request.model, request.dtype, revision_of(request.engine_options))
-    model = empty_model(checkpoint.config, dtype=request.dtype, attn_implementation=None)
+    config = checkpoint.config
+    model = empty_model(config, dtype=request.dtype, attn_implementation=config._attn_implementation)
     _refuse_other_weights(checkpoint, model)
     engine = make_torch_engine(
         checkpoint, request, request.make_mover(undo), request.kv_cache_bytes(checkpoint, "torch")
@@ -252,7 +253,7 @@ def start_vllm(request: EngineRequest, undo: Undo) -> tuple[Engine, Any]:
     if not packs:
         _check_complete(request.model, request.dtype, revision_of(request.engine_options))
     # on the meta device: the weights must not exist twice while vLLM starts
-    model = empty_model(config, dtype=request.dtype, attn_implementation=None)
+    model = empty_model(config, dtype=request.dtype, attn_implementation=config._attn_implementation)
     if isinstance(request.model, PreTrainedModel):
         _refuse_other_weights(request.model, model)
     _take_generation_config(model, request)
@@ -351,12 +352,22 @@ def _own(model: Any, given: Checkpoint) -> Any:
     return copy.deepcopy(model) if model is given else model
 
 
-def _trained(model: nn.Module, given: Checkpoint) -> nn.Module:
-    """The model in training mode, all of it trainable but for what is frozen in a model that was given."""
+def _trained(model: PreTrainedModel, given: Checkpoint) -> PreTrainedModel:
+    """The model in training mode, all of it trainable; frozen or checkpointed as a model that was given."""
     model.requires_grad_(True).train()
-    if isinstance(given, PreTrainedModel):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(given.get_parameter(name).requires_grad)
+    if not isinstance(given, PreTrainedModel):
+        return model
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(given.get_parameter(name).requires_grad)
+    checkpointed = {name: module for name, module in given.named_modules() if hasattr(module, "gradient_checkpointing")}
+    if any(module.gradient_checkpointing for module in checkpointed.values()):
+        # its name from transformers 5.23 on; it has the embeddings' output require gradients, too
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        for name, module in checkpointed.items():
+            its = model.get_submodule(name)
+            if module.gradient_checkpointing:
+                its._gradient_checkpointing_func = module._gradient_checkpointing_func
+            its.gradient_checkpointing = module.gradient_checkpointing
     return model
 
 

@@ -63,6 +63,37 @@ def test_a_model_that_is_given_is_left_alone(weights, lora, monkeypatch):
         assert parameter.grad is None
 
 
+@pytest.mark.parametrize("weights", list(Weights))
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=2, target_modules="all-linear")], ids=["full", "lora"])
+def test_attention_and_checkpointing_of_a_model_that_is_given_are_those_that_train(weights, lora):
+    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="eager")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.model.layers[1].gradient_checkpointing = False  # as of every second layer
+    ran = []
+    rt = colo.launch(
+        model, lora=lora, config=RuntimeConfig(kv_cache_bytes=MIB, weights=weights), device="cpu", engine="torch"
+    )
+    trained = rt.model.get_base_model() if lora else rt.model
+    assert trained.config._attn_implementation == "eager"
+    for layer in trained.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda module, _: ran.append(module.layer_idx))
+    with rt.train():
+        ids = torch.tensor([[1, 2, 3]])
+        rt.model(input_ids=ids, labels=ids).loss.backward()
+        assert ran == [0, 1, 0], "the first layer again in the backward pass"
+        assert all(parameter.grad is not None for parameter in rt.model.parameters() if parameter.requires_grad)
+        rt.optimizer.step()
+    rt.close()
+
+
+def test_attention_of_a_config_that_is_given_is_that_which_trains():
+    config = copy.deepcopy(CONFIG)
+    config._attn_implementation = "eager"
+    rt = colo.launch(config, config=RuntimeConfig(kv_cache_bytes=MIB), device="cpu", engine="torch")
+    assert rt.model.config._attn_implementation == "eager"
+    rt.close()
+
+
 def untie(model):
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
 
