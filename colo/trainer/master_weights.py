@@ -183,12 +183,8 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters of their own; see `torch.optim.Optimizer.add_param_group`."""
-        super().add_param_group(param_group)
-        try:
-            _check_once(self.param_groups[-1]["params"])
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        # what is no dict torch refuses
+        super().add_param_group(_with_names(param_group) if isinstance(param_group, dict) else param_group)
         # not for the first groups: torch's own `__init__` adds them by this method, and the inner optimizer has them
         if len(self.param_groups) > len(self.inner.param_groups):
             self.inner.add_param_group(self._with_masters(self.param_groups[-1]))
@@ -640,7 +636,7 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 def _as_groups(params: Any) -> list[dict[str, Any]]:
     """Parameter groups with lists, from whatever a torch optimizer accepts."""
-    items = list(params)
+    items = _ordered(params)
     if not items:
         raise ValueError("the optimizer got an empty parameter list")
     return [_with_names(item) for item in (items if isinstance(items[0], dict) else [{"params": items}])]
@@ -648,18 +644,20 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
 
 def _with_names(group: dict[str, Any]) -> dict[str, Any]:
     given = group["params"]
-    parameters = [given] if isinstance(given, torch.Tensor) else list(given)
+    parameters = [given] if isinstance(given, torch.Tensor) else _ordered(given)
     if parameters and isinstance(parameters[0], tuple):
         # torch takes (name, parameter) pairs too, and keeps the names under this key
         group = {**group, "param_names": [name for name, _ in parameters]}
         parameters = [parameter for _, parameter in parameters]
-    _check_once(parameters)
-    return {**group, "params": parameters}
-
-
-def _check_once(parameters: Iterable[torch.Tensor]) -> None:
     if (twice := listed_twice(parameters)) is not None:
         raise ValueError(
             f"the parameter of shape {tuple(twice.shape)} is twice in a group of the optimizer, and has one master: "
             "list it once"
         )
+    return {**group, "params": parameters}
+
+
+def _ordered(given: Any) -> list[Any]:
+    if isinstance(given, set | frozenset):  # a state dict goes by the parameters' numbers
+        raise TypeError("the optimizer got a set of parameters, whose order is another in each run: pass a list")
+    return list(given)

@@ -270,6 +270,20 @@ def test_a_parameter_that_is_listed_twice_is_refused_before_anything_changes():
     assert [len(group["params"]) for group in optimizer.inner.param_groups] == [1, 1]
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_a_set_of_parameters_is_refused_as_torch_does(kind):
+    given = kind(parameters())
+    for groups in (given, [{"params": given}]):
+        with pytest.raises(TypeError, match="a set of parameters, whose order is another in each run: pass a list"):
+            MasterWeights(adamw)(groups)
+    optimizer = MasterWeights(adamw)(parameters())
+    with pytest.raises(TypeError, match="a set of parameters"):
+        optimizer.add_param_group({"params": given})
+    with pytest.raises(TypeError, match="must be a dict"):
+        optimizer.add_param_group(list(given))
+    assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == 1
+
+
 @both_kinds
 @pytest.mark.parametrize("copied", [deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"])
 def test_a_copy_goes_on_as_the_optimizer_does_and_apart_from_it(copied, remainders):
