@@ -47,26 +47,32 @@ def test_a_side_that_lacks_memory_is_a_row_and_the_others_go_on(tmp_path, monkey
     assert record.rows == [{"way": FLAG, "failed": "no memory"}, {"way": "other", "peak_bytes": 8}]
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_an_adapter_is_folded_on_a_side_of_its_own_where_there_is_one(tmp_path, monkeypatch, lora):
+@pytest.fixture
+def ways(tmp_path, monkeypatch):
+    """The sides that a call chooses, by name, without measuring them."""
     monkeypatch.setattr(trl, "_measured", lambda name, *_: {"way": name, "peak_bytes": None})
     monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
     monkeypatch.setattr(trl, "own_processes", lambda: ThreadPoolExecutor(1))
-    record = Record("trl", "command")
-    trl.run(record, shape="8b", device="cpu", sides="flag", card=None, context=None, tokens=8, lora=lora)
-    assert [row["way"] for row in record.rows] == [FLAG, "colo's flag, bf16, the adapter folded"][: 1 + lora]
+
+    def chosen(**options):
+        record = Record("trl", "command")
+        trl.run(record, shape="8b", **{"card": None, "context": None, "tokens": 8, "lora": False} | options)
+        return [row["way"] for row in record.rows]
+
+    return chosen
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_adapter_is_folded_on_a_side_of_its_own_where_there_is_one(ways, lora):
+    found = ways(device="cpu", sides="flag", lora=lora)
+    assert found == [FLAG, "colo's flag, bf16, the adapter folded"][: 1 + lora]
 
 
 @pytest.mark.parametrize("context", [None, 512])
-def test_completions_are_lengthened_where_vllm_has_sampled_them(tmp_path, monkeypatch, context):
-    monkeypatch.setattr(trl, "_measured", lambda name, *_: {"way": name, "peak_bytes": None})
-    monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
-    monkeypatch.setattr(trl, "own_processes", lambda: ThreadPoolExecutor(1))
-    record = Record("trl", "command")
-    trl.run(record, shape="8b", device="cuda", sides="TRL", card=None, context=context, tokens=8, lora=False)
-    of_vllm, without = record.rows[:3], record.rows[3:]
-    assert all("colocate" in row["way"] for row in of_vllm)
-    assert [row["way"] for row in without] == ([] if context else ["TRL, transformers' continuous batching"])
+def test_completions_are_lengthened_where_vllm_has_sampled_them(ways, context):
+    found = ways(device="cuda", sides="TRL", context=context)
+    assert all("colocate" in way for way in found[:3])
+    assert found[3:] == ([] if context else ["TRL, transformers' continuous batching"])
 
 
 def test_a_step_is_clocked_with_the_optimizers(tmp_path):
@@ -98,15 +104,6 @@ def test_what_trl_takes_between_turns_is_its_update_with_sleep_and_wake_counted_
     assert seconds == [3.0, 3.0]
 
 
-def test_sides_that_are_none_are_refused_at_once():
+def test_sides_that_are_none_are_refused_at_once(ways):
     with pytest.raises(ValueError, match="--sides 'flug' is in none of: colo's flag"):
-        trl.run(
-            Record("trl", "command"),
-            shape="8b",
-            device="cpu",
-            sides="flug",
-            card=None,
-            context=None,
-            tokens=8,
-            lora=False,
-        )
+        ways(device="cpu", sides="flug")
