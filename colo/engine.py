@@ -94,6 +94,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for option in fields(self):
+            object.__setattr__(self, option.name, plain(getattr(self, option.name)))
             if option.name != "seed" and getattr(self, option.name) is None:
                 raise ValueError(f"{option.name} cannot be None: give a value, or leave it out for {option.default}")
         if isinstance(self.seed, Sequence) and not isinstance(self.seed, (str, bytes)):
@@ -126,6 +127,15 @@ def check_number(name: str, value: Any, kind: type, words: str) -> None:
     """Raise `TypeError` for a value that is not of this kind."""
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{name} must be {words}, not {value!r}")
+
+
+def plain(value: Any) -> Any:
+    """Return a value with Python's own numbers and lists in place of NumPy's and torch's, which no message can hold."""
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return (tuple if isinstance(value, tuple) else list)(map(plain, value))
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _integers(name: str, given: Any, words: str) -> tuple[int, ...]:

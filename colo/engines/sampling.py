@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from colo.engine import SamplingParams
+from colo.engine import SamplingParams, plain
 
 _BLOCK_STEPS = 64
 """Uniforms drawn for a row at a time. Fixed, so that a row's numbers do not depend on how many of them are used."""
@@ -55,9 +55,12 @@ _OF_TRANSFORMERS = {
 def without_neutral(options: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
     """The options without those that change nothing: not `taken` by an engine, or `None` in place of a neutral value.
 
-    What is neither taken nor neutral is left in, but for transformers' names, which raise `ValueError`.
+    What is neither taken nor neutral is left in, but for transformers' names, which raise `ValueError`. Numbers of
+    NumPy's and torch's are Python's own in them.
     """
-    left = {name: value for name, value in options.items() if not _is_left_out(name, value, taken)}
+    # extra_args are a plugin's of vLLM, which may take tensors
+    given = {name: value if name == "extra_args" else plain(value) for name, value in options.items()}
+    left = {name: value for name, value in given.items() if not _is_left_out(name, value, taken)}
     if others := [name for name in left if name in _OF_TRANSFORMERS]:
         advice = "; ".join(f"in place of {name}, {_OF_TRANSFORMERS[name]}" for name in others)
         raise ValueError(f"{', '.join(others)} of transformers' generate: sampling options have vLLM's names. {advice}")

@@ -212,6 +212,14 @@ def test_sampling_options_are_vllms_colos_or_given_by_name(rt, prompts, library)
         rt.generate(prompts, given, n=2)
 
 
+def test_numbers_of_numpy_sample_what_pythons_do(rt, prompts):
+    own = {"n": 2, "max_tokens": 3, "temperature": 0.5, "top_p": 0.5, "top_k": 40, "seed": 1, "stop_token_ids": [1, 2]}
+    given = {name: numpy.array(value)[()] for name, value in own.items()}
+    bias = {"logit_bias": {numpy.int64(5): numpy.float32(2)}}
+    assert drawn(rt.generate(prompts, **given, **bias)) == drawn(rt.generate(prompts, **own, logit_bias={5: 2.0}))
+    assert drawn(rt.generate(prompts, SamplingParams(**given))) == drawn(rt.generate(prompts, SamplingParams(**own)))
+
+
 def test_a_seed_of_colos_is_another_for_every_prompt_and_one_of_vllms_is_vllms(rt, prompts):
     options = {"n": 4, "max_tokens": 6, "ignore_eos": True}
 

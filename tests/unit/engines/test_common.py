@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import colo
 from colo.engine import SamplingParams
@@ -46,6 +47,17 @@ def test_sampling_options_of_another_type_are_named(option, words):
         SamplingParams(**option)
 
 
-def test_numbers_of_numpy_are_numbers():
-    params = SamplingParams(n=np.int64(2), temperature=np.float32(0.5), seed=np.int32(1), stop_token_ids=np.arange(2))
-    assert (params.n, params.temperature, params.stop_token_ids) == (2, 0.5, (0, 1))
+@pytest.mark.parametrize("of", [np.array, torch.tensor, lambda value: np.array(value)[()]])
+def test_numbers_of_numpy_and_torch_are_pythons(of):
+    own = {"n": 2, "max_tokens": 3, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_p": 0.0, "seed": 1}
+    own |= {"ignore_eos": True, "stop_token_ids": [0, 1]}
+    params = SamplingParams(**{name: of(value) for name, value in own.items()})
+    assert params == SamplingParams(**own)
+    # json.dumps and vLLM take no others
+    assert {name: type(getattr(params, name)) for name in own} == {
+        name: tuple if name == "stop_token_ids" else type(value) for name, value in own.items()
+    }
+    assert SamplingParams(seed=of([4, 5])).seed == (4, 5)
+    for wrong in ({"n": of([2])}, {"max_tokens": of(2.0)}, {"seed": of(True)}):
+        with pytest.raises(TypeError, match="must be a whole number"):
+            SamplingParams(**wrong)

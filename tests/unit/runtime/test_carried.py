@@ -5,6 +5,7 @@ import random
 from datetime import timedelta
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -172,6 +173,18 @@ def test_a_seed_decides_what_is_drawn_and_no_round_repeats_another(rt):
     assert run([0, 0]) != first
     rounds = {ids[start : start + 4] for ids in first for start in (0, 4, 8)}
     assert len(rounds) == 12
+
+
+def test_numbers_of_numpy_draw_what_pythons_draw(rt):
+    def run(seed, stop):
+        rt._carried = carried.Carried()
+        with rt.rollout():
+            done = rt.generate([[1], [2]], n=2, max_tokens=12, until=1, seed=seed, stop_token_ids=stop)
+            done += rt.generate([[3], [4]], n=2, max_tokens=12, until=3, seed=seed, stop_token_ids=stop)
+        return [c.token_ids for c in done]
+
+    assert run(np.array([5, 6]), np.arange(3)) == run([5, 6], [0, 1, 2])
+    assert run(torch.tensor(7), torch.arange(3)) == run(7, [0, 1, 2])
 
 
 def test_drawn_in_parts_tokens_come_from_the_same_distribution(rt):

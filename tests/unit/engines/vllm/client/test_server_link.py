@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -291,6 +292,16 @@ def test_sampling_is_given_by_name_or_as_colos_parameters(connect):
         engine.sampling_params({"n": 2})
     with pytest.raises(TypeError, match="within the sampling parameters"):
         engine.sampling_params(SamplingParams(), n=2)
+
+
+def test_numbers_of_numpy_are_sent(connect):
+    engine = connect(FakeServer())
+    engine.commit(1)
+    given = {"n": np.int64(2), "max_tokens": np.int32(2), "temperature": np.float32(0), "seed": np.arange(2)}
+    own = {"n": 2, "max_tokens": 2, "temperature": 0.0, "seed": [0, 1]}
+    for params in (engine.sampling_params(**given), SamplingParams(**given)):
+        assert params == SamplingParams(**own)
+        assert [c.token_ids for c in engine.generate([[5], [6]], params)] == [(5, 0), (5, 1), (6, 0), (6, 1)]
 
 
 def test_what_the_server_complains_about_is_a_value_error(connect):
