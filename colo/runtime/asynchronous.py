@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from colo.engine import Completion, Engine
+from colo.engine import Completion, Engine, check_number, plain
 from colo.engines.text import Prompts, encode_prompts
 from colo.errors import PhaseError, StaleWeights, Unsupported
 from colo.log import logger
@@ -52,6 +52,7 @@ class AsyncRollout:
 
         Raises: `Unsupported` for an engine that has memory of the trainer's device; `ValueError` for a `max_age`.
         """
+        max_age = plain(max_age)
         check_until(1, max_age, None)
         here = [segment for segment in engine.segments if segment.size_bytes]
         if here:
@@ -86,12 +87,15 @@ class AsyncRollout:
         """Wait until so many prompts have all of their completions, and return those, in the order of prompts.
 
         The present weights are published first, unless the engine has them: a collective of a trainer's ranks.
-        Raises: `ValueError` when fewer prompts are under way; `PhaseError` inside `train()` or outside the block; what
-        a publication raises, and what sampling has raised since the last call (`StaleWeights` only where another
-        publication does not heal it): completions are under way still, and sampling goes on.
+        Raises: `ValueError` for less than one, or when fewer prompts are under way; `PhaseError` inside `train()` or
+        outside the block; what a publication raises, and what sampling has raised since the last call (`StaleWeights`
+        only where another publication does not heal it): completions are under way still, and sampling goes on.
         """
         self._turns.require_beside(self)
-        check_until(count, None, None)
+        count = plain(count)
+        check_number("count", count, int, "a whole number of prompts")
+        if count < 1:
+            raise ValueError(f"count must be at least 1, but is {count}")
         if count > self._carried.num_groups:
             raise ValueError(
                 f"take({count}) with {self._carried.num_groups} prompts under way would wait for ever: put() more first"

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from colo.config import RuntimeConfig
-from colo.engine import Completion, Engine
+from colo.engine import Completion, Engine, plain
 from colo.engines.text import Prompts, encode_prompts, with_text
 from colo.errors import Unsupported, named_extra
 from colo.memory.offload import Mover
@@ -184,6 +184,7 @@ class Runtime:
         Raises: `PhaseError` inside `train()` or after `close()`; `Unsupported` for options that look at earlier tokens,
         such as penalties, with `until`; as `Engine.generate` for everything else.
         """
+        until, max_age = plain(until), plain(max_age)
         check_until(until, max_age, keys)
         if until is not None:
             self._check_own_calls()

@@ -6,7 +6,9 @@ import signal
 import threading
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -223,6 +225,21 @@ def test_other_rollouts_wait_until_the_block_has_ended(rt):
         rt.async_rollout().__enter__()
     with rt.rollout():
         assert len(rt.generate(PROMPTS, max_tokens=2)) == 3
+
+
+@pytest.mark.parametrize("count", [0.5, 1.0, True, None, "1", timedelta(seconds=1), np.float64(1), 0, -1])
+def test_what_is_no_number_of_prompts_is_refused_before_anything_is_published(rt, count):
+    with rt.async_rollout(max_age=np.int64(4)) as rollout:
+        rollout.put(PROMPTS, **MANY)
+        with rt.train():
+            train_step(rt)
+        published = rt.engine.calls.count("load")
+        too_few = count in (0, -1)
+        words = "at least 1, but is" if too_few else "a whole number of prompts, not"
+        with pytest.raises(ValueError if too_few else TypeError, match=f"count must be {words}"):
+            rollout.take(count)
+        assert rt.engine.calls.count("load") == published
+        assert len(rollout.take(np.int64(3))) == 6
 
 
 @pytest.mark.parametrize("verb", Verb)

@@ -141,6 +141,20 @@ def test_a_number_and_a_time_end_a_call(rt):
     assert [c.prompt_index for c in last] == list(range(8, 16))
 
 
+@pytest.mark.parametrize(
+    ("until", "given"),
+    [(2, np.int64(2)), (2, torch.tensor(2)), (0.5, np.float32(0.5)), (ONE_ROUND, np.timedelta64(1, "us"))],
+)
+def test_a_number_and_a_time_may_be_numpys(rt, until, given):
+    counts = []
+    for condition, age in ((until, 1), (given, np.int64(1))):
+        rt.drop_carried()
+        with rt.rollout():
+            done = rt.generate(PROMPTS, max_tokens=8, until=condition, max_age=age, temperature=0)
+        counts.append((len(done), [len(c.token_ids) for c in rt.carried]))
+    assert counts[0] == counts[1]
+
+
 def test_samples_with_tokens_that_are_too_old_begin_anew(rt):
     for version in range(4):
         with rt.rollout():
