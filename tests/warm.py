@@ -1,6 +1,7 @@
-"""Engines of vLLM, and ranks, from a server that has imported what they need: two seconds in place of twenty."""
+"""Engines of vLLM, its servers, and ranks, from a process that has imported what they need: two seconds, not twenty."""
 
 import faulthandler
+import multiprocessing
 import os
 import random
 import runpy
@@ -8,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -28,6 +29,9 @@ ENGINE = [
 
 IMPORTED = [
     *ENGINE,
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.async_llm",
     "colo.assembly.launch",
     "colo.trl",
     "trl.trainer.grpo_trainer",
@@ -65,6 +69,43 @@ def engines():
     """Engines of this process start in this way; nothing of it is in them, as nothing would be in spawned ones."""
     with mock.patch("vllm.v1.engine.utils.get_mp_context", lambda: _context):
         yield
+
+
+def serve(arguments, log, environment):
+    """Start vLLM's server as `python -m` would, with a session and a process group of its own; returns its process."""
+    server = _context.Process(target=_serve, args=(list(arguments), str(log), dict(environment)))
+    server.start()
+    return server
+
+
+def _serve(arguments, log, environment):
+    os.setsid()
+    os.environ.update(environment)
+    _write_to(log)
+    sys.argv[1:] = arguments
+    os.register_at_fork(after_in_child=_close_address)
+    here = multiprocessing.get_context("fork")
+    with ExitStack() as forked:  # its engine and workers, which are its children, as spawned ones would be
+        for module in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+            forked.enter_context(mock.patch(f"{module}.get_mp_context", lambda: here))
+        runpy.run_module("vllm.entrypoints.launchers.api_server.entry", run_name="__main__", alter_sys=True)
+
+
+def _close_address():
+    """Leave a server's address to itself: nobody answers there once it is killed, though its engine goes on."""
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # what is no socket, and the folder itself
+            found = socket.socket(fileno=int(path.name))
+            if found.family == socket.AF_INET:
+                found.close()
+            else:
+                found.detach()
+
+
+def _write_to(log):
+    with Path(log).open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -113,9 +154,7 @@ def run_ranks(script, arguments, count, logs, *, timeout):
 
 def _run_rank(script, arguments, environment, log):
     os.environ.update(environment)
-    with Path(log).open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    _write_to(log)
     faulthandler.enable()
     with suppress(ImportError):
         _name_memory(environment["MASTER_PORT"])

@@ -3,17 +3,28 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
 
 import httpx
+import psutil
+import torch
 
+from tests import warm
 from tests.integration.servers import START_S, free_port
 
 FLAGS = ("--load-format", "colo", "--model-loader-extra-config", '{"colo_load_format": "dummy"}')
 FLAGS += ("--worker-extension-cls", "colo.engines.vllm.worker.ColoWorker", "--logprobs-mode", "processed_logprobs")
+
+
+def started(arguments, log, environment):
+    """The process of a server that starts, of a session of its own: on a CPU from a process that has imported vLLM."""
+    if not torch.cuda.is_available():
+        return psutil.Process(warm.serve(arguments, log, environment).pid)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    with log.open("w") as file:
+        return psutil.Popen(command, env=os.environ | environment, stdout=file, stderr=file, start_new_session=True)
 
 
 class Server:
@@ -21,22 +32,18 @@ class Server:
 
     def __init__(self, folder, *flags, **environment):
         port = free_port()
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--skip-tokenizer-init"]
-        command += ["--enforce-eager", "--max-model-len", "256", "--block-size", "32"]
-        command += ["--kv-cache-memory-bytes", "8000000", *flags]
+        arguments = ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+        arguments += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "256", "--block-size", "32"]
+        arguments += ["--kv-cache-memory-bytes", "8000000", *flags]
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"log-{port}"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, env=os.environ | environment, stdout=log, stderr=log, start_new_session=True
-            )
+        self.process = started(arguments, self.log, environment)
         one_request = httpx.Limits(max_keepalive_connections=0)  # the server closes a connection after an error
         self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False, limits=one_request)
 
     def wait(self):
         give_up_s = time.monotonic() + START_S
-        while time.monotonic() < give_up_s and self.process.poll() is None:
+        while time.monotonic() < give_up_s and self.process.is_running():
             try:
                 if self.http.get("/health").status_code == 200:
                     return self
@@ -46,8 +53,9 @@ class Server:
 
     def close(self):
         self.http.close()
-        self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(psutil.NoSuchProcess):
+            self.process.terminate()
+        with suppress(psutil.TimeoutExpired):
             self.process.wait(timeout=60)
         with suppress(ProcessLookupError):  # a server that was killed leaves its engine behind
             os.killpg(self.process.pid, signal.SIGKILL)
