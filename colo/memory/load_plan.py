@@ -24,6 +24,9 @@ from colo.errors import TransferError, Unsupported
 from colo.memory.copy_plan import CopyPlan
 from colo.memory.storage import storage_key
 
+AS_IT_WAS = "put it back as it was, or close the runtime and build another with the model as it is now"
+"""Advice for a weight that is not what a plan was recorded for, such as a resized embedding."""
+
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """An engine's loader: takes `(name, tensor)` in the names of a checkpoint."""
 
@@ -187,13 +190,17 @@ class LoadPlan:
         """Raise `TransferError` unless `source` holds every tensor of the plan with the recorded shape and strides."""
         missing = [name for name in self.sources if name not in source]
         if missing:
-            raise TransferError(f"{len(missing)} of {len(self.sources)} tensors are missing, {missing[0]} for one")
+            raise TransferError(
+                f"{len(missing)} of {len(self.sources)} tensors are missing, {missing[0]} for one: {AS_IT_WAS}"
+            )
         for name, (_, shape) in self.sources.items():
             found, strides = tuple(source[name].shape), source[name].stride()
             if found != shape:
-                raise TransferError(f"{name} has shape {found}, but {shape} was recorded")
+                raise TransferError(f"{name} has shape {found}, but {shape} was recorded: {AS_IT_WAS}")
             if not _same_strides(shape, strides, self.strides[name]):
-                raise TransferError(f"{name} has strides {strides}, but {self.strides[name]} were recorded")
+                raise TransferError(
+                    f"{name} has strides {strides}, but {self.strides[name]} were recorded: {AS_IT_WAS}"
+                )
 
     def differences(self, source: Mapping[str, torch.Tensor]) -> list[str]:
         """Names whose bytes in the engine differ from `source`, converted to the engine's dtype. Reads everything."""

@@ -20,7 +20,7 @@ import torch
 
 from colo.errors import TransferError, Unsupported
 from colo.memory.copy_plan import CopyPlan, Pair, Strided, wait_for_queued
-from colo.memory.load_plan import LoadPlan
+from colo.memory.load_plan import AS_IT_WAS, LoadPlan
 from colo.memory.share import dtype_name
 from colo.memory.specs import TensorSpec
 from colo.units import MIB, format_bytes
@@ -376,9 +376,9 @@ def _check_spec(spec: TensorSpec, plan: LoadPlan) -> None:
     """Raise `TransferError` unless a weight has the recorded shape; strides do not matter to parts."""
     recorded = plan.sources.get(spec.name)
     if recorded is None:
-        raise TransferError(f"{spec.name} was not there when the engine's copies were recorded")
+        raise TransferError(f"{spec.name} was not there when the engine's copies were recorded: {AS_IT_WAS}")
     if recorded[1] != spec.shape:
-        raise TransferError(f"{spec.name} has shape {spec.shape}, but {recorded[1]} was recorded")
+        raise TransferError(f"{spec.name} has shape {spec.shape}, but {recorded[1]} was recorded: {AS_IT_WAS}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,32 @@ def test_a_publication_that_fails_poisons_the_engine_until_one_succeeds():
     rt.close()
 
 
+def resize(model):
+    model.resize_token_embeddings(70, mean_resizing=False)
+
+
+def transpose(model):
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("weights", ["copy", "staged"])
+@pytest.mark.parametrize("change", [resize, transpose])
+def test_a_weight_that_a_copy_cannot_take_is_named_with_what_to_do(weights, change):
+    rt = launch(config=RuntimeConfig(weights=weights, kv_cache_bytes=MIB))
+    kept = {name: (parameter, parameter.data) for name, parameter in rt.model.named_parameters()}
+    change(rt.model)
+    words = r"recorded: put it back as it was, or close the runtime and build another with the model as it is now$"
+    with pytest.raises(colo.TransferError, match=words):
+        rt.generate(PROMPTS)
+    for name, (parameter, data) in kept.items():
+        owner, _, attribute = name.rpartition(".")
+        parameter.data = data
+        setattr(rt.model.get_submodule(owner), attribute, parameter)
+    assert len(rt.generate(PROMPTS, max_tokens=2)) == len(PROMPTS)
+    rt.close()
+
+
 def test_an_engines_own_weights_come_back_to_be_compared_where_no_step_was_taken():
     config = RuntimeConfig(weights="copy", offload=Offload.ALWAYS, kv_cache_bytes=MIB)
     rt = launch(config=config)

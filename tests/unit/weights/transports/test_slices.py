@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from colo.errors import TransferError, Unsupported
 from colo.memory.copy_plan import CopyPlan, Strided, runs
-from colo.memory.load_plan import LoadPlan
+from colo.memory.load_plan import AS_IT_WAS, LoadPlan
 from colo.memory.region import carve, carved_bytes
 from colo.memory.share import SharedMemory
 from colo.weights import exchange
@@ -699,7 +699,7 @@ def test_a_weight_that_has_changed_its_shape_on_one_rank_is_named_on_all(both):
         return outcome(transport.transfer)
 
     here, there = both(body)
-    said = "TransferError: experts has shape (3, 8, 5), but (3, 8, 4) was recorded"
+    said = f"TransferError: experts has shape (3, 8, 5), but (3, 8, 4) was recorded: {AS_IT_WAS}"
     assert there == said
     assert here == f"TransferError: planning slices of the weights failed on rank 1: {said}"
 
