@@ -78,7 +78,7 @@ def _caches_of(module: Any, config: Any, kind: str | None) -> Iterator[LayerCach
 
     children = dict(module.named_children())
     convolution = next((child for child in children.values() if isinstance(child, nn.Conv1d)), None)
-    head_size = getattr(module, "head_dim", None)
+    head_size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)  # the latter of GPT-NeoX
     fused = next((name for name in _FUSED if name in children), None)
     if convolution is not None:
         yield _recurrent(module, config, convolution)

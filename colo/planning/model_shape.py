@@ -261,9 +261,14 @@ def build_on_meta(config: Mapping[str, object]) -> Any:
 
 def _measure(model: Any, uncounted: tuple[str, ...]) -> ModelShape:
     text = model.config.get_text_config(decoder=True)
-    groups, caches, layers = tensor_groups(model), layer_caches(model), decoder_layers(model)
+    unknown = Unsupported(f"cannot plan a model of type {text.model_type!r}: colo does not know what its layers cache")
+    groups = tensor_groups(model)
+    try:
+        caches, layers = layer_caches(model), decoder_layers(model)
+    except Exception as error:  # whatever comes of modules that are built otherwise than any that are known
+        raise unknown from error
     if not caches:
-        raise Unsupported(f"cannot plan a model of type {text.model_type!r}: colo does not know what its layers cache")
+        raise unknown
     attention = [cache for cache in caches if cache.num_heads]
     widths = [mlp_widths(layer, text.hidden_size) for layer in layers]
     experts = [module for module in model.modules() if packed_experts(module)]

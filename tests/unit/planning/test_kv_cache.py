@@ -48,7 +48,7 @@ def test_every_layer_keeps_keys_and_values_of_its_heads():
     assert kv_bytes(found, 10, tp=4) == kv_bytes(found, 10, tp=2)  # one head is the least
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "phi3", "falcon", "bloom", "gptj", "opt", "mpt"])
+@pytest.mark.parametrize("kind", ["gpt2", "phi3", "falcon", "bloom", "gptj", "opt", "mpt", "gpt_neox"])
 def test_layers_of_every_style_of_attention_are_found(kind):
     model = build(kind)
     found, config = layer_caches(model), model.config
@@ -157,6 +157,8 @@ def test_a_state_has_the_elements_that_vllm_gives_it(kind):
     [
         ("qwen3", {**SIZES, "num_key_value_heads": 2, "head_dim": 32}),
         ("gpt2", {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}),
+        ("gpt_neox", SIZES),
+        ("gpt_neox_japanese", {**SIZES, "intermediate_multiple_size": 2}),
         ("deepseek_v3", DEEPSEEK),
         ("mistral", {**SIZES, "num_key_value_heads": 2, "sliding_window": 64}),
     ],

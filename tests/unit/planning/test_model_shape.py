@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from colo.errors import Unsupported
 from colo.planning.estimate import estimate
@@ -138,7 +138,19 @@ def test_parameter_counts_equal_those_of_transformers_module_by_module(name):
 
 
 @pytest.mark.parametrize(
-    "kind", ["deepseek_v3", "qwen3_next", "gpt2", "mamba2", "gpt_oss", "lfm2", "falcon_h1", "gemma3n_text", "glm4_moe"]
+    "kind",
+    [
+        "deepseek_v3",
+        "qwen3_next",
+        "gpt2",
+        "mamba2",
+        "gpt_oss",
+        "gpt_neox",
+        "lfm2",
+        "falcon_h1",
+        "gemma3n_text",
+        "glm4_moe",
+    ],
 )
 def test_every_architecture_of_transformers_is_counted_and_planned(kind):
     shape = ModelShape.from_config({"model_type": kind})
@@ -320,6 +332,15 @@ def test_ranks_together_hold_at_least_the_model(tp, name, context):
 )
 def test_what_transformers_cannot_build_is_named(kind, why):
     with pytest.raises(Unsupported, match=f"cannot plan a model of type '{kind}': .*{why}"):
+        ModelShape.from_config({"model_type": kind})
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in ("zamba", "moshi", "zaya", "blt", "dots3_note_text", "rwkv", "bert") if kind in CONFIG_MAPPING],
+)
+def test_a_model_whose_layers_cache_what_nobody_knows_is_named(kind):
+    with pytest.raises(Unsupported, match=f"cannot plan a model of type '{kind}': colo does not know what its layers"):
         ModelShape.from_config({"model_type": kind})
 
 
