@@ -1,4 +1,7 @@
-"""Engines of vLLM, its servers, and ranks, from a process that has imported what they need: two seconds, not twenty."""
+"""Engines of vLLM, its servers, ranks and commands, from a process that has imported what they need.
+
+Two seconds in place of twenty.
+"""
 
 import faulthandler
 import multiprocessing
@@ -7,13 +10,20 @@ import random
 import runpy
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from importlib.util import find_spec
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
+
+import torch
 
 IN_ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Engine core and worker in one process, as on a single GPU. On a CPU vLLM takes two, the second one a spawned one."""
@@ -46,6 +56,7 @@ def run(environment, blocked, target, *arguments, **named):
     """Call `target` with what a spawned process inherits: the environment and the signals that its starter blocks."""
     os.environ.clear()
     os.environ.update(environment, VLLM_WORKER_MULTIPROC_METHOD="fork")  # of an engine's workers, if it has some
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # Python's would start a server once more
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     target(*arguments, **named)
 
@@ -81,7 +92,7 @@ def serve(arguments, log, environment):
 def _serve(arguments, log, environment):
     os.setsid()
     os.environ.update(environment)
-    _write_to(log)
+    _write_to(log, 1, 2)
     sys.argv[1:] = arguments
     os.register_at_fork(after_in_child=_close_address)
     here = multiprocessing.get_context("fork")
@@ -102,10 +113,56 @@ def _close_address():
                 found.detach()
 
 
-def _write_to(log):
+def _write_to(log, *numbers):
     with Path(log).open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+        for number in numbers:
+            os.dup2(file.fileno(), number)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def run_python(*arguments, cwd, timeout=1200, **environment):
+    """Run `python ARGUMENTS`, with `-m`, `-c` or a script first; returns what `subprocess.run` does, output as text.
+
+    On a CPU an engine of vLLM that it starts in another process is forked too. Nothing is left of its session.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [str(Path(folder, name)) for name in ("out", "err")]
+        process = _context.Process(target=_run_python, args=(list(map(str, arguments)), str(cwd), logs, environment))
+        process.start()
+        process.join(timeout)
+        is_late = process.is_alive()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        out, err = (Path(log).read_text() if Path(log).exists() else "" for log in logs)
+    if is_late:
+        raise subprocess.TimeoutExpired(arguments, timeout, out, err)
+    return subprocess.CompletedProcess(arguments, process.exitcode, out, err)
+
+
+def _run_python(arguments, cwd, logs, environment):
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.update(environment)
+    for number, log in enumerate(logs, start=1):
+        _write_to(log, number)
+    how, *rest = arguments
+    with engines() if find_spec("vllm") and not torch.cuda.is_available() else nullcontext():
+        if how == "-m":
+            sys.path.insert(0, cwd)
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif how == "-c":
+            sys.path.insert(0, cwd)
+            sys.argv = ["-c", *rest[1:]]
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            exec(compile(rest[0], "<string>", "exec"), vars(main))
+        else:
+            sys.path.insert(0, str(Path(how).resolve().parent))
+            sys.argv = arguments
+            runpy.run_path(how, run_name="__main__")
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -154,7 +211,7 @@ def run_ranks(script, arguments, count, logs, *, timeout):
 
 def _run_rank(script, arguments, environment, log):
     os.environ.update(environment)
-    _write_to(log)
+    _write_to(log, 1, 2)
     faulthandler.enable()
     with suppress(ImportError):
         _name_memory(environment["MASTER_PORT"])

@@ -28,6 +28,7 @@ from colo.units import MIB
 from colo.weights.sources.module import ModuleSource
 from colo.weights.sources.spread import SpreadSource
 from colo.weights.transports.choice import transport_for
+from tests import warm
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "kv_channels": 32, "ffn_hidden_size": 96}
@@ -143,4 +144,5 @@ def main(checkpoint, way, results):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with warm.engines():
+        main(*sys.argv[1:])

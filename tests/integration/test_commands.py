@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.sharded import STAGES
+from tests import warm
 from tests.checkpoints import save_checkpoint
 
 DEMO_KEYS = {
@@ -124,8 +125,7 @@ def test_ctrl_c_ends_with_130_and_leaves_no_process_behind(tmp_path):
 
 def benchmark(*arguments):
     """Exit code and standard output of `python -m benchmarks ARGUMENTS`."""
-    command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=1200)
+    done = warm.run_python("-m", "benchmarks", *arguments, cwd=Path(__file__).parents[2])
     return done.returncode, done.stdout
 
 

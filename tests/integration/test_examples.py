@@ -2,16 +2,14 @@
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from colo.testing import tiny_checkpoint
+from tests import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -20,15 +18,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(tmp_path):
     """Runs an example on the CPU to its end and returns what it printed."""
 
-    def start(name, *launcher, options=()):
-        done = subprocess.run(
-            [sys.executable, *launcher, str(EXAMPLES / name), "--device", "cpu", *options],
-            cwd=tmp_path,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
+    def start(name):
+        done = warm.run_python(EXAMPLES / name, "--device", "cpu", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -87,11 +78,13 @@ def test_what_is_your_own_is_shared_learns_and_resumes_bit_for_bit(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp_two_gpus.py", "megatron_two_gpus.py"])
-def test_a_model_that_is_spread_over_two_ranks_learns_and_half_of_it_travels(run, name):
+def test_a_model_that_is_spread_over_two_ranks_learns_and_half_of_it_travels(tmp_path, name):
+    """With what torchrun sets; that it starts ranks is in test_recipes.py."""
     if name == "megatron_two_gpus.py" and find_spec("megatron") is None:
         pytest.skip("wants Megatron: pip install 'colo-rl[megatron]'")
-    ranks = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    text = run(name, "-m", "torch.distributed.run", *ranks)
+    wrong = warm.run_ranks(EXAMPLES / name, ["--device", "cpu"], 2, tmp_path, timeout=1200)
+    text = (tmp_path / "0.log").read_text()
+    assert not wrong, "\n\n".join([wrong, text, (tmp_path / "1.log").read_text()])
     assert rewards(text)[-1] >= rewards(text)[0] + 0.15
     own, others = map(int, re.search(r"(\d+) bytes are this rank's own and (\d+) come from other ranks", text).groups())
     assert 0.9 < others / own < 1.1
@@ -104,8 +97,8 @@ def test_the_benchmark_beside_trls_own_mode_runs_its_side_of_colo(tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed: pip install 'colo-rl[trl]'")
     figures = tmp_path / "trl.json"
     small = ["--steps", "3", "--batch", "8", "--tokens", "8", "--kv-cache", "16MiB", "--engine", "torch"]
-    command = [sys.executable, "-m", "benchmarks", "trl", *small, "--device", "cpu", "--json", figures]
-    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=1200)
+    command = ["-m", "benchmarks", "trl", *small, "--device", "cpu", "--json", figures]
+    done = warm.run_python(*command, cwd=EXAMPLES.parent)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     (row,) = json.loads(figures.read_text())["rows"]
     assert row["way"].startswith("colo's flag") and row["mismatch"] < 1e-2
@@ -129,13 +122,7 @@ def test_an_instruct_model_is_asked_trained_and_asked_again(tmp_path):
     """A tiny model in place of the real one, which tests/unit/test_testing.py reads: a step of that takes a minute."""
     few = ["--max_steps", "2", "--held_out", "3", "--per_device_train_batch_size", "8", "--max_completion_length", "8"]
     given = ["--output_dir", tmp_path, "--model_name_or_path", tiny_checkpoint(tmp_path / "tiny")]
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "trl_instruct.py", *given, *few],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    done = warm.run_python(EXAMPLES / "trl_instruct.py", *given, *few, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("before", "after"):
         assert re.search(rf"^{name}: [0-9]+% of answers to 3 held-out questions are right$", done.stdout, re.MULTILINE)

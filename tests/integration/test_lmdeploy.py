@@ -2,8 +2,6 @@
 
 import copy
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.testing import check_engine
 from tests.integration.lmdeploy_server import Server, as_held, digests, make_model, needs_lmdeploy, save
 from tests.integration.servers import sharing, train_attached, train_step
+from tests.warm import run_python
 
 pytestmark = [needs_lmdeploy, pytest.mark.slow]
 
@@ -257,9 +256,9 @@ def test_a_trainer_of_trls_is_attached_to_the_server(server, model, tmp_path):
 
 
 def test_the_example_runs(server, tmp_path):
-    command = [sys.executable, Path(__file__).parents[2] / "examples" / "server_grpo.py", "--device", "cpu"]
+    command = [Path(__file__).parents[2] / "examples" / "server_grpo.py", "--device", "cpu"]
     command += ["--url", server.url, "--model", server.folder, "--learning-rate", "5e-3", "--steps", "2"]
-    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = re.findall(r"^step +\d+  reward (\d\.\d\d)  apart (\S+)$", done.stdout, re.MULTILINE)
     assert len(told) == 2 and max(float(apart) for _, apart in told) < 5e-2

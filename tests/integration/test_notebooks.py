@@ -1,15 +1,13 @@
 """The notebooks: what is stored in them is whole and clean, and their code still runs."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from colo.testing import tiny_checkpoint
+from tests import warm
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 MACHINE_PATH = re.compile(r"(?<![\w.:/])/(home|root|tmp|opt|usr|work|mnt|Users|content|var)/[\w.]")
@@ -113,15 +111,8 @@ def test_the_code_runs(path, tmp_path):
     """Two steps of a tiny model, in place of sixty of the real one."""
     code = "\n\n".join("".join(cell["source"]) for cell in code_cells(read(path)))
     model = str(tiny_checkpoint(tmp_path / "tiny"))
-    done = subprocess.run(
-        [sys.executable, "-c", f"exec({code!r})"],
-        cwd=tmp_path,
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "MODEL": model, "STEPS": "2"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
+    given = {"CUDA_VISIBLE_DEVICES": "", "MODEL": model, "STEPS": "2"}
+    done = warm.run_python("-c", f"exec({code!r})", cwd=tmp_path, **given)
     assert done.returncode == 0, done.stderr
     assert re.search(WHAT_IS_PRINTED[path.stem], done.stdout, re.MULTILINE)
     assert (tmp_path / "run.html").stat().st_size > 1000

