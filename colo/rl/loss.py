@@ -285,7 +285,8 @@ def _mismatch_metrics(difference_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor)
 
 
 def _aggregate(loss_BT: Tensor, mask_BT: Tensor, config: GRPOLossConfig) -> Tensor:
-    loss_B, num_tokens_B = (loss_BT * mask_BT).sum(1), mask_BT.sum(1)
+    # filled, since a completion that the mask drops may have an advantage of NaN, which times 0 is NaN
+    loss_B, num_tokens_B = loss_BT.masked_fill(~mask_BT, 0.0).sum(1), mask_BT.sum(1)
     if config.aggregation is Aggregation.TOKEN:
         return loss_B.sum() / num_tokens_B.sum().clamp(min=1)
     if config.aggregation is Aggregation.SEQUENCE:

@@ -185,6 +185,28 @@ def test_what_is_outside_the_mask_has_no_effect(aggregation, poison):
 
 
 @pytest.mark.parametrize("aggregation", list(Aggregation))
+@pytest.mark.parametrize("level", list(ImportanceLevel))
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_the_advantage_of_a_completion_without_tokens_has_no_effect(aggregation, level, poison):
+    config = GRPOLossConfig(
+        kl_coefficient=0.1,
+        aggregation=aggregation,
+        importance_level=level,
+        max_length=4 if aggregation is Aggregation.CONSTANT else None,
+    )
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    clean, dirty = everything(mask_BT=mask), everything(mask_BT=mask)
+    dirty["advantages_B"] = dirty["advantages_B"].clone()
+    dirty["advantages_B"][1] = poison
+    outputs = [grpo_loss(**values, config=config) for values in (clean, dirty)]
+    for output in outputs:
+        output.loss.backward()
+    assert torch.equal(outputs[0].loss, outputs[1].loss)
+    assert outputs[0].metrics == outputs[1].metrics
+    assert torch.equal(clean["logprobs_BT"].grad, dirty["logprobs_BT"].grad)
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
 def test_an_empty_mask_gives_zero(aggregation):
     config = GRPOLossConfig(
         kl_coefficient=0.1, aggregation=aggregation, max_length=4 if aggregation is Aggregation.CONSTANT else None
