@@ -8,6 +8,7 @@ which `tp` above 1 adds, are not counted. Imports neither torch nor transformers
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -15,6 +16,7 @@ from math import prod
 from typing import Any
 
 from colo.config import OptimizerState
+from colo.engine import check_number, plain
 from colo.phases import phase as names
 from colo.planning.cards import Card, read_card, smallest_card
 from colo.planning.model_shape import ModelShape, load_model_config
@@ -85,8 +87,13 @@ class Workload:
             object.__setattr__(self, name, kind(value))
         sizes = ("gpu_memory_bytes", "context", "generations", "tp", "lora_rank", "dtype_bytes", "micro_batch")
         for name, least in (*((size, 1) for size in sizes), ("residual_bytes", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}")
+            object.__setattr__(self, name, value := plain(getattr(self, name)))  # NumPy's numbers would overflow
+            check_number(name, value, int, "a whole number")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, but is {value}")
+        for name in ("release_gradients", "offload_activations", "fold_adapter"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.fold_adapter and self.mode is not Mode.LORA:
             raise ValueError(f"fold_adapter is for mode lora, an adapter on 16-bit weights, and mode is {self.mode}")
 
@@ -208,14 +215,14 @@ def estimate(shape: ModelShape, **workload: Any) -> Estimate:
     """Estimate a workload, given by the fields of `Workload`, with suggestions when it does not fit.
 
     Raises: `ValueError` for a value out of range or a `tp` that does not divide the model, `TypeError` for a field
-    that there is not.
+    that there is not, and for a size that is no whole number.
     """
     found = _evaluate(shape, Workload(**workload))
     return found if found.fits else replace(found, suggestions=tuple(_suggestions(found)))
 
 
 def plan(
-    model: str,
+    model: str | os.PathLike[str],
     *,
     gpu_memory: str | int | None = None,
     mode: Mode | str = Mode.FULL,

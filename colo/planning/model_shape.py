@@ -8,6 +8,7 @@ names. Only the text model is counted. Neither torch nor transformers is importe
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -158,7 +159,9 @@ def _hub_file(model: str, file_name: str, revision: str | None = None) -> str:
     return hf_hub_download(model, file_name, revision=revision)
 
 
-def load_model_config(model: str, *, download: Callable[[str, str], str] = _hub_file) -> dict[str, object]:
+def load_model_config(
+    model: str | os.PathLike[str], *, download: Callable[[str, str], str] = _hub_file
+) -> dict[str, object]:
     """Return the `config.json` of a model: a folder that holds one, or a name on the Hugging Face hub.
 
     Those of `colo.planning.cards.MODELS` come along and are not asked for.
@@ -166,6 +169,7 @@ def load_model_config(model: str, *, download: Callable[[str, str], str] = _hub_
     which looks into its cache first.
     Raises: `ValueError` when there is no such folder, model or file, or it holds no JSON object.
     """
+    model = os.fspath(model)
     known = known_config(model)
     if known is not None and not Path(model).expanduser().exists():
         return known

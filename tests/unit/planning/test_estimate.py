@@ -3,6 +3,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -433,7 +434,7 @@ def test_a_folder_is_planned_as_its_config_on_an_h100_unless_said_otherwise(tmp_
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES, **HEADS}))
     expected = plan(gpu_memory_bytes=int(79.1 * GIB), mode="full", context=4096, generations=8)
-    assert plan_of_folder(str(tmp_path)) == expected
+    assert plan_of_folder(tmp_path) == plan_of_folder(str(tmp_path)) == expected
     assert plan_of_folder(str(tmp_path), gpu_memory="2MiB", tp=2).workload == replace(
         expected.workload, gpu_memory_bytes=2 << 20, tp=2
     )
@@ -481,6 +482,30 @@ def test_table_of_contexts_against_generations():
 def test_a_workload_out_of_range_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         plan(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": "4096"}, "context must be a whole number, not '4096'"),
+        ({"context": 4096.5}, "context must be a whole number, not 4096.5"),
+        ({"generations": True}, "generations must be a whole number, not True"),
+        ({"tp": None}, "tp must be a whole number, not None"),
+        ({"residual_bytes": "1GiB"}, "residual_bytes must be a whole number, not '1GiB'"),
+        ({"offload_activations": "no"}, "offload_activations must be True or False, not 'no'"),
+        ({"release_gradients": 1}, "release_gradients must be True or False, not 1"),
+    ],
+)
+def test_a_field_of_another_type_is_named(changes, message):
+    with pytest.raises(TypeError, match=message):
+        plan(**changes)
+
+
+def test_numbers_of_numpy_plan_what_pythons_plan():
+    sizes = {"context": 4096, "generations": 8, "tp": 2, "micro_batch": 2, "gpu_memory_bytes": 2**31 - 1}
+    found = plan(**{name: np.int32(size) for name, size in sizes.items()}).to_json()
+    assert found == plan(**sizes).to_json()
+    assert json.loads(json.dumps(found)) == found
 
 
 def test_an_unknown_or_missing_field_is_refused():
