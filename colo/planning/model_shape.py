@@ -224,6 +224,7 @@ _SIZES = (
     "moe_intermediate_size",
     "max_position_embeddings",
 )
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # of MPT, of Whisper's decoder
 _NULLABLE = {"num_key_value_heads", "head_dim"}
 _NOT_OF_THE_SHAPE = {"model_type", "quantization_config", "auto_map", "architectures", "dtype", "torch_dtype"}
 
@@ -276,7 +277,7 @@ def _measure(model: Any, uncounted: tuple[str, ...]) -> ModelShape:
     attention = [cache for cache in caches if cache.num_heads]
     widths = [mlp_widths(layer, text.hidden_size) for layer in layers]
     experts = [module for module in model.modules() if packed_experts(module)]
-    positions = getattr(text, "max_position_embeddings", None)
+    limits = [limit for key in _POSITIONS if isinstance(limit := getattr(text, key, None), int) and limit > 0]
     return ModelShape(
         model_type=text.model_type,
         vocab_size=text.vocab_size,
@@ -294,7 +295,7 @@ def _measure(model: Any, uncounted: tuple[str, ...]) -> ModelShape:
         moe_intermediate_size=max((routed for _, routed in widths), default=0),
         shared_intermediate_size=max((dense for dense, routed in widths if routed), default=0),
         mixer_width=max((group.shape[0] for group in groups if group.module == "mixer"), default=0),
-        max_context=positions if isinstance(positions, int) else None,
+        max_context=min(limits, default=None),
         uncounted=uncounted,
         groups=groups,
         caches=caches,

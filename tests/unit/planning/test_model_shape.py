@@ -344,6 +344,20 @@ def test_a_model_whose_layers_cache_what_nobody_knows_is_named(kind):
         ModelShape.from_config({"model_type": kind})
 
 
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"model_type": "qwen3", **TINY, "max_position_embeddings": 512}, 512),
+        ({"model_type": "gpt2", "n_positions": 512}, 512),
+        ({"model_type": "mpt", "max_seq_len": 512}, 512),
+        ({"model_type": "whisper", "max_target_positions": 448}, 448),
+        ({"model_type": "bloom"}, None),  # ALiBi has no limit
+    ],
+)
+def test_the_longest_context_is_read_by_whichever_name_it_has(config, longest):
+    assert ModelShape.from_config(config).max_context == longest
+
+
 def test_a_config_without_a_type_is_refused():
     with pytest.raises(ValueError, match="no key 'model_type'"):
         ModelShape.from_config(TINY)
