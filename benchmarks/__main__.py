@@ -203,6 +203,7 @@ def offload() -> None:
     click.option(
         "--range", "ranges", type=click.IntRange(min=1), multiple=True, default=(64, 128), help="MiB; may be repeated."
     ),
+    size_option("--resident-state", help="Measure steps with so much of the state on the device, too."),
     device_option,
     needs_vllm=False,
 )
@@ -317,6 +318,7 @@ def step() -> None:
     size_option("--card", help="Leave so much of the GPU: another process holds the rest."),
     click.option("--offload", type=click.Choice(["auto", "always"]), default="auto", help="Of the flag."),
     click.option("--optimizer", type=click.Choice(["auto", "streamed"]), default="auto", help="Of the flag."),
+    size_option("--resident-state", help="Streamed state that stays on the GPU, under the flag."),
     click.option("--released", is_flag=True, help="Step and drop gradients within the backward pass, under the flag."),
     click.option("--offload-activations", is_flag=True, help="Keep them in host memory until the backward pass."),
     click.option(

@@ -1,10 +1,11 @@
 """`stream`: a step of optimizer state that stays in host memory, beside what the bus takes for the same bytes.
 
 The optimizer is AdamW with fp32 masters in two bytes beside bf16 weights, gradients are random. The limit is every byte
-of the state in and out again, both ways at once, in copies of 256 MiB. Then 8 sequences are trained, one at a time with
-checkpoints, and one with gradients that are released: bytes as the driver counts them. Beside them on a GPU, where
-torchao is installed, its `CPUOffloadOptimizer` trains as many: it steps on the CPU, with moments in bf16 and without
-masters, and copies all gradients to the host in each of the 8 backward passes; with one it frees them there, too.
+of the state in and out again, both ways at once, in copies of 256 MiB; with `--resident-state` once more, without what
+is on the device. Then 8 sequences are trained, one at a time with checkpoints, and one with gradients that are released:
+bytes as the driver counts them. Beside them on a GPU, where torchao is installed, its `CPUOffloadOptimizer` trains as
+many: it steps on the CPU, with moments in bf16 and without masters, and copies all gradients to the host in each of the
+8 backward passes; with one it frees them there, too.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ _COPY_BYTES = 256 * MIB
 _STEPS = 5
 
 
-def run(record: Record, *, shape: str, device: str, ranges: tuple[int, ...]) -> None:
+def run(record: Record, *, shape: str, device: str, ranges: tuple[int, ...], resident_state: int | None) -> None:
     """Measure steps with ranges of each size in MiB, then training; see the module's docstring."""
     target = torch.device(device)
     unit = MIB if target.type == "cuda" else KIB
     for size in ranges:
         record.tell(f"ranges of {size} MiB")
-        record.add(_steps(shape, size, size * unit, target))
+        for resident_bytes in [0, *([resident_state] if resident_state else ())]:
+            record.add(_steps(shape, size, size * unit, target, resident_bytes))
     for released in (False, True):
         record.tell("training" + released * " with released gradients")
         streamed = _streamed(shape, target, min(ranges) * unit, released=released)
@@ -56,11 +58,17 @@ def run(record: Record, *, shape: str, device: str, ranges: tuple[int, ...]) -> 
 
 @contextmanager
 def _streamed(
-    name: str, device: torch.device, range_bytes: int, *, released: bool = False
+    name: str, device: torch.device, range_bytes: int, *, released: bool = False, resident_bytes: int = 0
 ) -> Iterator[tuple[Any, Any, StreamedState]]:
     model, mover = _model(name, device), Mover(device)
     optimizer = MasterWeights(lambda params: torch.optim.AdamW(params, lr=1e-6, fused=True))(model.parameters())
-    state = StreamedState(optimizer, mover, region_bytes=range_bytes, may_release=(lambda: True) if released else None)
+    state = StreamedState(
+        optimizer,
+        mover,
+        region_bytes=range_bytes,
+        resident_bytes=resident_bytes,
+        may_release=(lambda: True) if released else None,
+    )
     yield model, optimizer, state
     state.close(torch.device("cpu"))
     mover.close()
@@ -80,8 +88,8 @@ def _model(name: str, device: torch.device) -> Any:
         return AutoModelForCausalLM.from_config(shape(name, device), dtype=torch.bfloat16)
 
 
-def _steps(shape: str, size: int, range_bytes: int, device: torch.device) -> Row:
-    with _streamed(shape, device, range_bytes) as (model, optimizer, state):
+def _steps(shape: str, size: int, range_bytes: int, device: torch.device, resident_bytes: int) -> Row:
+    with _streamed(shape, device, range_bytes, resident_bytes=resident_bytes) as (model, optimizer, state):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         with _driver_bytes(device) as used:
@@ -89,20 +97,23 @@ def _steps(shape: str, size: int, range_bytes: int, device: torch.device) -> Row
         bus_s = statistics.median(_bus_seconds(state.window, device) for _ in range(3))
         step_s = statistics.median(seconds[1:])
         return {
-            "way": f"step, ranges of {size} MiB",
+            "way": f"step, ranges of {size} MiB" + ", some of the state on the device" * bool(resident_bytes),
             "step_s": step_s,
             "bus_s": bus_s,
-            "of_bus": step_s / bus_s,
+            "of_bus": step_s / bus_s if bus_s else None,
             "first_s": seconds[0],
             "window_bytes": state.window.size_bytes,
             "driver_bytes": used[0],
             "state_bytes": state.window.total_bytes,
+            "resident_bytes": state.resident_bytes,
         }
 
 
 def _bus_seconds(window: StateWindow, device: torch.device) -> float:
     """Seconds in which all state comes in and goes out, both ways at once; on a CPU of one copy after another."""
     planes = window.host_memory()
+    if not planes:
+        return 0.0
     pieces = [plane[at : at + _COPY_BYTES] for plane in planes for at in range(0, plane.numel(), _COPY_BYTES)]
     largest = max(piece.numel() for piece in pieces)
     first, second = (torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2))

@@ -82,6 +82,11 @@ class RuntimeConfig:
     """`resident` has the optimizer's state on the device while it steps, `streamed` some ranges of it at a time, for
     optimizers that update each parameter by itself; `auto` streams where the whole would not fit."""
 
+    resident_state_bytes: int | None = None
+    """Of streamed state, as much stays on the device, beside both phases, and takes no time of the bus; it leaves for
+    good when a phase needs its room. `None` keeps what the phases leave free where `auto` streams, and nothing with
+    `optimizer="streamed"` or released gradients."""
+
     release_gradients: bool = False
     """Step each range of a streamed optimizer within the backward pass, as soon as its gradients are there, and drop
     them. `optimizer.step()` does the rest: call it after every backward pass. Nothing that looks at all gradients, such
@@ -146,6 +151,12 @@ class RuntimeConfig:
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.release_gradients and self.optimizer is OptimizerState.RESIDENT:
             raise ValueError('release_gradients=True steps a streamed optimizer: leave out optimizer="resident"')
+        contrary = (("offload", Offload.ALWAYS), ("offload", Offload.NEVER), ("optimizer", OptimizerState.RESIDENT))
+        for name, value in contrary if self.resident_state_bytes else ():
+            if getattr(self, name) is value:
+                raise ValueError(
+                    f'resident_state_bytes keeps a part of streamed state on the device: leave out {name}="{value}"'
+                )
         if self.release_gradients and self.accumulation_steps != 1:
             raise ValueError(
                 f"release_gradients=True steps in every backward pass: accumulation_steps must be 1, not "
@@ -169,8 +180,8 @@ class RuntimeConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be a positive number of bytes or None, not {value}")
-        for name in ("device_reserve_bytes", "train_working_bytes", "mismatch_sequences"):
-            if getattr(self, name) < 0:
+        for name in ("device_reserve_bytes", "train_working_bytes", "mismatch_sequences", "resident_state_bytes"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         for name, least in (("region_bytes", 256), ("chunk_bytes", 4096), ("accumulation_steps", 1)):
             if getattr(self, name) < least:

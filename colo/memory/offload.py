@@ -210,10 +210,9 @@ class RegionSegment:
         if self._move is not None:
             self._move.wait()
 
-    def poll(self) -> None:
-        """Give back what a departure under way has freed so far, without waiting."""
-        if self._move is not None:
-            self._move.poll()
+    def poll(self) -> bool:
+        """Give back what a departure under way has freed so far, without waiting; true once no move is under way."""
+        return self._move is None or self._move.poll()
 
     def host_copy(self, region: Region) -> torch.Tensor:
         """The bytes of a region while the segment is offloaded, as a view of the arena (uint8).

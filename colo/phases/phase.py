@@ -85,6 +85,7 @@ TRAINER_BASE = "trainer.base"  # weights beneath an adapter that is folded into 
 TRAINER_GRADIENTS = "trainer.gradients"
 TRAINER_OPTIMIZER = "trainer.optimizer"
 TRAINER_MASTER_WEIGHTS = "trainer.master_weights"
+TRAINER_RESIDENT_STATE = "trainer.resident_state"  # of streamed state, what stays on the device
 TRAINER_KEPT = "trainer.kept"
 
 NEEDS: Mapping[Phase, Mapping[str, Need]] = MappingProxyType(
@@ -99,6 +100,7 @@ NEEDS: Mapping[Phase, Mapping[str, Need]] = MappingProxyType(
             TRAINER_GRADIENTS: Need.LATE,
             TRAINER_OPTIMIZER: Need.LATE,
             TRAINER_MASTER_WEIGHTS: Need.LATE,
+            TRAINER_RESIDENT_STATE: Need.LATE,
         },
     }
 )

@@ -22,6 +22,7 @@ from colo.phases.phase import (
     TRAINER_ADAPTER,
     TRAINER_BASE,
     TRAINER_PARAMETERS,
+    TRAINER_RESIDENT_STATE,
     FixedSegment,
     Phase,
     Residency,
@@ -29,7 +30,7 @@ from colo.phases.phase import (
 )
 from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.trace import Trace
-from colo.phases.transition import Action, Transition
+from colo.phases.transition import Action, Ledger, Transition
 from colo.runtime.versions import WeightVersions
 from colo.trainer.optimizers import as_torch, why_not_separable
 from colo.trainer.session import LATE, TrainerEvents, TrainerSession
@@ -82,7 +83,7 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
     if placement is OptimizerState.STREAMED:
         if reason is not None:
             raise Unsupported(f"RuntimeConfig has optimizer='streamed': {reason}")
-        return _planned(parts, events, "streamed: asked for", streamed=True)
+        return _planned(parts, events, "streamed: asked for", streamed=True, resident_bytes=config.resident_state_bytes)
     if placement is OptimizerState.AUTO and config.offload is not Offload.NEVER and reason is None:
         # resident first: only where it does not fit does state pass through the host in every step
         found = _attempt(parts, events)
@@ -98,7 +99,7 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
                 assert isinstance(found, TrainerSide), "this rank would have said so"
                 undo.pop_all()
                 return found
-        return _planned(parts, events, why, streamed=True)
+        return _streamed(parts, events, why)
     asked = placement is OptimizerState.RESIDENT
     try:
         return _planned(parts, events, "resident: asked for" if asked else _FITS, streamed=False)
@@ -106,6 +107,30 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
         if not asked and reason is not None:
             error.add_note(f"The optimizer's state cannot be streamed either: {reason}")
         raise
+
+
+def _streamed(parts: Parts, events: TrainerEvents, why: str) -> TrainerSide:
+    """Plan with streamed state, as much of which stays on the device as both phases leave room for."""
+    side = _planned(parts, events, why, streamed=True, resident_bytes=parts.config.resident_state_bytes)
+    if parts.config.resident_state_bytes is not None or parts.config.offload is not Offload.AUTO:
+        return side
+    resident_bytes = max(0, _spare_bytes(side, parts))
+    if not parts.transport.source.ranks.any(resident_bytes > 0, "choosing how much of the state stays"):
+        return side
+    side.session.close()
+    return _planned(parts, events, why, streamed=True, resident_bytes=resident_bytes)
+
+
+def _spare_bytes(side: TrainerSide, parts: Parts) -> int:
+    """Bytes that neither phase uses, with room for a training pass."""
+    scheduler = side.scheduler
+    working_bytes = max(scheduler.working_bytes.values())
+    if parts.config.device_limit_bytes is None:
+        working_bytes = max(working_bytes, int(_PASS_FRACTION * parts.capacity_bytes))
+    # the cache leaves for training where its bytes are needed
+    trains = [h for h in side.rollout.after.holdings.values() if h.name != ENGINE_KV_CACHE]
+    held_bytes = sum(h.size_bytes for h in trains if h.residency is not Residency.SHARED)
+    return parts.capacity_bytes - max(side.rollout.promised_bytes, held_bytes + working_bytes)
 
 
 def _attempt(parts: Parts, events: TrainerEvents) -> TrainerSide | str:
@@ -135,13 +160,21 @@ def _leaves_room(side: TrainerSide, capacity_bytes: int) -> bool:
         scheduler.working_bytes[Phase.TRAIN] = known_bytes
 
 
-def _planned(parts: Parts, events: TrainerEvents, why: str, *, streamed: bool) -> TrainerSide:
+def _planned(
+    parts: Parts, events: TrainerEvents, why: str, *, streamed: bool, resident_bytes: int | None = None
+) -> TrainerSide:
     planning = parts.transport.source.ranks.fail_together("planning the phases")
-    return _side(parts, events, planning, why, streamed=streamed)
+    return _side(parts, events, planning, why, streamed=streamed, resident_bytes=resident_bytes)
 
 
 def _side(
-    parts: Parts, events: TrainerEvents, planning: AbstractContextManager[None], why: str, *, streamed: bool
+    parts: Parts,
+    events: TrainerEvents,
+    planning: AbstractContextManager[None],
+    why: str,
+    *,
+    streamed: bool,
+    resident_bytes: int | None = None,
 ) -> TrainerSide:
     """Make a session and plan both phases with it; closes it where they do not fit."""
     session = TrainerSession(
@@ -153,6 +186,7 @@ def _side(
         model=parts.model,
         streamed=streamed,
         release_gradients=parts.config.release_gradients,
+        resident_bytes=resident_bytes or 0,
     )
     try:
         scheduler = make_scheduler(parts, session)
@@ -238,14 +272,34 @@ def check_phases(scheduler: Scheduler) -> Transition:
     # a runtime that could roll out but never train would fail after the first, long rollout
     # as it will be when the first step has been made: KV cache dropped, optimizer state on the device
     ledger = scheduler.ledger()
-    for name, residency in ((ENGINE_KV_CACHE, Residency.DISCARDED), *((n, Residency.RESIDENT) for n in LATE)):
+    on_device = [name for name in (*LATE, TRAINER_RESIDENT_STATE) if name in ledger.holdings]
+    for name, residency in ((ENGINE_KV_CACHE, Residency.DISCARDED), *((n, Residency.RESIDENT) for n in on_device)):
         holding = ledger.holdings[name]
         if holding.residency is not residency and (holding.away or residency is Residency.RESIDENT):
             # a segment that never leaves cannot be discarded, not even in a plan
             ledger = ledger.moved(name, residency)
-    rollout = scheduler.plan(Phase.ROLLOUT, ledger)
-    scheduler.plan(Phase.TRAIN, rollout.after)
+    rollout = _planned_beside_state(scheduler, Phase.ROLLOUT, ledger)
+    _planned_beside_state(scheduler, Phase.TRAIN, rollout.after)
     return rollout
+
+
+def _planned_beside_state(scheduler: Scheduler, phase: Phase, ledger: Ledger) -> Transition:
+    """Plan a phase. Raises: `BudgetError`, also where state that is to stay on the device would leave for it."""
+    try:
+        plan = scheduler.plan(phase, ledger)
+    except BudgetError as error:
+        if TRAINER_RESIDENT_STATE in ledger.holdings:
+            error.add_note(f"A smaller resident_state_bytes makes {TRAINER_RESIDENT_STATE} smaller.")
+        raise
+    for step in plan.steps:
+        if step.segment == TRAINER_RESIDENT_STATE:  # for good, in the first cycle
+            raise ledger.refuse(
+                f"phase {phase} with resident_state_bytes",
+                needed_bytes=plan.promised_bytes + step.size_bytes,
+                free_bytes=ledger.capacity_bytes,
+                advice="Make those, or the KV cache, smaller.",
+            )
+    return plan
 
 
 def prepare_arena(rollout: Transition, mover: Mover) -> None:

@@ -6,6 +6,9 @@ parameters in order, and a parameter's state is an ordinary host tensor over its
 elements in equal ranges, wherever parameters begin and end, through a ring of slots: copy in, step, copy out, each in a
 stream of its own. A slot steps by the user's class, over one flat parameter that never moves. So nothing is pointed,
 hidden or gathered, a large embedding needs no larger window, and Python runs per range, not per parameter.
+
+Planes may lie on the device instead, as one set of tensors that is parked once its room is needed: from then on they
+are planes like the others.
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ from typing import Any
 
 import torch
 
+from colo.errors import BudgetError
 from colo.memory.arena import Extent
 from colo.memory.offload import Mover
-from colo.memory.region import carve
+from colo.memory.parking import Parking
+from colo.memory.probe import free_device_bytes
+from colo.memory.region import ALIGNMENT_BYTES, carve
 from colo.memory.storage import is_dtensor, local_shard
+from colo.phases.phase import Residency
 from colo.trainer.master_weights import SplitMaster, WholeMaster
 from colo.trainer.optimizers import own_step
 from colo.trainer.remainders import (
@@ -35,7 +42,7 @@ from colo.trainer.remainders import (
     open_masters,
     split,
 )
-from colo.units import align_up
+from colo.units import align_up, format_bytes
 
 Pieces = list[tuple[torch.Tensor, int, int, int]]  # (parameter, start, stop, place in the range) of elements
 
@@ -77,7 +84,7 @@ class StateSlot:
         if found is None:
             found = dict(zip(planes.layout, carve(self._memory, planes.specs), strict=True))
             self._views[id(planes)] = found
-        for name, plane in planes.host.items():
+        for name, plane in planes.slabs.items():
             # begun since the window was laid out, and so outside of its region
             if name not in found:
                 found[name] = torch.empty(planes.range_elements, dtype=plane.dtype, device=self._memory.device)
@@ -114,13 +121,20 @@ class Planes:
         parameters: list[torch.Tensor],
         kind: type,
         mover: Mover,
+        stays: Parking | None = None,
     ) -> None:
-        """`base` is the optimizer whose class steps; `kind` is that of all masters."""
+        """`base` is the optimizer whose class steps; `kind` is that of all masters.
+
+        With `stays` the planes are made on the device, as tensors of that segment.
+        """
         self.parameters = parameters
+        self.stays = stays
+        """The segment of planes on the device; `None` for host memory, also once they have left for it."""
+
         self.ranges: list[Range] = []
         self.range_elements = 0
-        self.host: dict[str, torch.Tensor] = {}
-        """Pinned slabs by the name of the state, shape [elements], of digests [blocks]."""
+        self.slabs: dict[str, torch.Tensor] = {}
+        """Pinned slabs by the name of the state, shape [elements], of digests [blocks]; or tensors of the device."""
 
         self.group = group
         self._base, self._masters, self._mover = base, masters, mover
@@ -185,7 +199,39 @@ class Planes:
     @property
     def total_bytes(self) -> int:
         """Bytes of all planes."""
-        return sum(self.count(name, self._num_elements) * dtype.itemsize for name, dtype in self.layout.items())
+        return self.bytes_of(self._num_elements)
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of the state of a number of elements."""
+        return sum(self.count(name, elements) * dtype.itemsize for name, dtype in self.layout.items())
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of all planes as tensors that are parked."""
+        sizes = (self.count(name, self._num_elements) * dtype.itemsize for name, dtype in self.layout.items())
+        return sum(align_up(size, ALIGNMENT_BYTES) for size in sizes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes that the planes hold, but for those of a segment of planes on the device."""
+        made = self.slabs.items() if self.stays is None else ()
+        left = sum(slab.nbytes for name, slab in made if name not in self.extents)
+        return left + sum(extent.size_bytes for extent in self.extents.values())
+
+    @property
+    def is_on_device(self) -> bool:
+        """True while the planes are on the device, or will be made there."""
+        return self.stays is not None and self.stays.residency is not Residency.OFFLOADED
+
+    def on_device(self) -> list[torch.Tensor]:
+        """The tensors over planes that were made on the device: slabs, state and masters of parameters."""
+        names = [name for name in self.slabs if name not in self.extents]
+        found = [self.slabs[name] for name in names]
+        for parameter, views in self._views.items():
+            found += [local_shard(views[name]) for name in names]
+            if MASTER_WEIGHT in names and self._masters[parameter].state:
+                found.append(local_shard(self._masters[parameter].tensor))  # see `_adopt_master`
+        return found
 
     def cut(self, range_bytes: int, number: int) -> None:
         """Cut the elements into ranges of about `range_bytes`, at digests' blocks, numbered from `number` on."""
@@ -232,7 +278,7 @@ class Planes:
         own = self._views[parameter]
         for name, value in state.items():
             if value is not None and own.get(name) is value:
-                plane = self.host[name]
+                plane = self.slabs[name]
                 address = plane.data_ptr() + self.count(name, self._starts[parameter]) * plane.dtype.itemsize
                 if local_shard(value).data_ptr() != address:  # somebody has assigned its data
                     host = self._stretch_of(name, parameter)
@@ -266,24 +312,45 @@ class Planes:
 
     def _need(self, name: str, dtype: torch.dtype) -> None:
         """Make the plane `name`, if there is none. Raises: `BudgetError` without host memory for it."""
-        if name in self.host:
-            return
+        # those on the device are made together, so that their segment has its size from the first on
+        for wanted, of in ({name: dtype} | self.layout if self.is_on_device else {name: dtype}).items():
+            if wanted not in self.slabs:
+                self._make(wanted, of)
+
+    def _make(self, name: str, dtype: torch.dtype) -> None:
         count = self.count(name, self._num_elements)
-        extent = self._mover.arena.allocate(count * dtype.itemsize)
-        self.extents[name] = extent
-        self.host[name] = self._mover.arena.tensor(extent, 0, count * dtype.itemsize).view(dtype)
+        if self.is_on_device:
+            self.slabs[name] = self._made_on_device(name, count, dtype)
+        else:
+            extent = self._mover.arena.allocate(count * dtype.itemsize)
+            self.extents[name] = extent
+            self.slabs[name] = self._mover.arena.tensor(extent, 0, count * dtype.itemsize).view(dtype)
         for parameter in self._starts:
             self._views[parameter][name] = _like(parameter, self._stretch_of(name, parameter))
 
+    def _made_on_device(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return torch.empty(count, dtype=dtype, device=self._mover.device)
+        except torch.OutOfMemoryError:
+            raise BudgetError(
+                f"{format_bytes(count * dtype.itemsize)} of the optimizer's state ({name}) find no room on "
+                f"{self._mover.device}, where resident_state_bytes has them stay: make it smaller, or the batch",
+                needed_bytes=count * dtype.itemsize,
+                free_bytes=free_device_bytes(self._mover.device),
+            ) from None
+
     def _stretch_of(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """A host tensor over a parameter's stretch of a plane, with a storage of its own and no view of another."""
-        dtype, shard = self.host[name].dtype, local_shard(parameter)
+        """A tensor over a parameter's stretch of a plane, no view of another; in the arena with its own storage."""
+        plane, shard = self.slabs[name], local_shard(parameter)
+        dtype = plane.dtype
         first, length = self.count(name, self._starts[parameter]), self.count(name, shard.numel())
-        arena, extent = self._mover.arena, self.extents[name]
-        memory = arena.tensor(extent, first * dtype.itemsize, length * dtype.itemsize)
+        memory = plane[first : first + length]
+        if name in self.extents:
+            memory = self._mover.arena.tensor(self.extents[name], first * dtype.itemsize, length * dtype.itemsize)
         shape = torch.Size([length]) if name == MASTER_DIGESTS else shard.shape
         # `set_` makes no view: a view would keep its base, and with it the whole extent, alive
-        made, at = torch.empty(0, dtype=dtype, device="cpu"), memory.storage_offset() // dtype.itemsize
+        made = torch.empty(0, dtype=dtype, device=plane.device)
+        at = memory.storage_offset() * memory.element_size() // dtype.itemsize
         # strides of a contiguous tensor: a shard may have others, and the plane's elements lie in order
         return made.set_(memory.untyped_storage(), at, shape, torch.empty(shape, device="meta").stride())
 
@@ -314,7 +381,7 @@ class Planes:
             for name, view in views.items():
                 host = local_shard(view)
                 # a parameter that waits in host memory has its state there too
-                if on_device and local_shard(parameter).device == self._mover.device:
+                if on_device and not self.is_on_device and local_shard(parameter).device == self._mover.device:
                     try:
                         host.data = host.to(self._mover.device, copy=True)
                         if name == MASTER_WEIGHT:
@@ -348,7 +415,7 @@ class Planes:
     def copy_in(self, work: Range, state: dict[str, torch.Tensor]) -> None:
         """Queue copies of a range's state into a slot."""
         # all planes, also those that the class has begun to use since the layout: `views` has made room for them
-        for name, plane in self.host.items():
+        for name, plane in self.slabs.items():
             first, last = self.count(name, work.first), self.count(name, work.last)
             state[name][: last - first].copy_(plane[first:last], non_blocking=True)
 
@@ -358,7 +425,7 @@ class Planes:
         start, stop = _extent_of(pieces)
         for name in names:
             first, last, offset = (self.count(name, n) for n in (start, stop, work.first))
-            self.host[name][offset + first : offset + last].copy_(state[name][first:last], non_blocking=True)
+            self.slabs[name][offset + first : offset + last].copy_(state[name][first:last], non_blocking=True)
 
     def intervals(self, work: Range, due: set[int]) -> list[Pieces]:
         """Pieces of a range that are due, those next to each other with equal scalars together."""

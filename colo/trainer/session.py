@@ -80,11 +80,12 @@ class TrainerSession:
         model: nn.Module | None = None,
         streamed: bool = False,
         release_gradients: bool = False,
+        resident_bytes: int = 0,
     ) -> None:
         """`sharded_modules` are FSDP2's, whose backward passes begin before any hook of a parameter runs.
 
         `streamed` state passes through the device in ranges of at most `region_bytes`, and with `release_gradients`
-        does so within the backward pass, as gradients are complete.
+        does so within the backward pass, as gradients are complete. `resident_bytes` of it stay on the device.
         Raises: as `TrainerState`.
         """
         modules = tuple(sharded_modules)
@@ -119,6 +120,7 @@ class TrainerSession:
                     mover,
                     # a window of larger ranges would only take memory: see `RANGE_BYTES`
                     region_bytes=min(region_bytes, RANGE_BYTES),
+                    resident_bytes=resident_bytes,
                     on_progress=events.on_progress,
                     may_release=events.may_release if release_gradients else None,
                     **told,
@@ -212,9 +214,9 @@ class TrainerSession:
         return peak_bytes - (self._state.gradients.size_bytes - self._gradients_before) - made_bytes
 
     def _state_bytes(self) -> int:
-        """Bytes of the optimizer's state, wherever it is; 0 for streamed state, which is made on the host."""
-        if self.is_streamed:
-            return 0
+        """Bytes of the optimizer's state, wherever it is; of streamed state, which is made on the host, what stays."""
+        if isinstance(self._state, StreamedState):
+            return self._state.resident_bytes
         leaves = pytree.tree_leaves(dict(self.optimizer.state))
         return sum(local_bytes(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 

@@ -47,12 +47,14 @@ class StreamedState(TrainerState):
         mover: Mover,
         *,
         region_bytes: int = RANGE_BYTES,
+        resident_bytes: int = 0,
         on_progress: Callable[[], None] = lambda: None,
         may_release: Callable[[], bool] | None = None,
         **events: Any,
     ) -> None:
         """`on_progress` is called several times in a step; `events` are those of `TrainerState`.
 
+        Of the state, `resident_bytes` stay on the device until a phase needs their room.
         With `may_release`, a backward pass in which that is true steps ranges and drops their gradients.
         Raises: as `TrainerState`.
         """
@@ -69,13 +71,22 @@ class StreamedState(TrainerState):
         self._left = _LeftGradient()
         self._changes: list[tuple[torch.Tensor, int]] = []
         self._is_under_way = False
+        self._resident_bytes = resident_bytes
         super().__init__(optimizer, mover, region_bytes=region_bytes, **events)
 
     def _make_parkings(self, region_bytes: int) -> Sequence[StateSegment]:
-        self.window = StateWindow(self.optimizer, self._mover, range_bytes=region_bytes)
+        self.window = StateWindow(
+            self.optimizer, self._mover, range_bytes=region_bytes, resident_bytes=self._resident_bytes
+        )
         # masters pass through the window with the rest: the second segment stays, empty, since phases ask for it by
         # name
-        return self.window, Parking(TRAINER_MASTER_WEIGHTS, self._mover)
+        segments: list[StateSegment] = [self.window, Parking(TRAINER_MASTER_WEIGHTS, self._mover)]
+        return [*segments, self.window.resident] if self._resident_bytes else segments
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the state that are on the device between steps."""
+        return self.window.resident.device_bytes
 
     def bring_back(self) -> None:
         """Make the gradients resident; state is where it belongs. Raises: `BudgetError` without room for them."""

@@ -3,6 +3,9 @@
 State that classes compute element by element lies in planes, and passes in ranges (colo/trainer/planes.py). Classes
 that look beyond an element but not beyond a parameter (Adafactor, Muon, 8-bit state) step some whole parameters at a
 time, whose state is parked like any other (`colo.memory.parking`), the next ones coming meanwhile.
+
+Some planes may stay on the device: their ranges pass through the slots too, so that a step that fails has changed no
+state, but not over the bus. They are a segment of their own, which leaves for good when its room is needed.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +25,16 @@ from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept, Parking
 from colo.memory.probe import free_device_bytes
-from colo.memory.region import Region, allocate_region, carve, carved_bytes
+from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region, carve, carved_bytes
 from colo.memory.storage import local_bytes, local_shard, storage_key
 from colo.memory.uninterrupted import uninterrupted
-from colo.phases.phase import TRAINER_OPTIMIZER, Done, Move, Residency, check_move
+from colo.phases.phase import TRAINER_OPTIMIZER, TRAINER_RESIDENT_STATE, Done, Move, Residency, check_move
 from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.optimizers import REGROUPED, is_elementwise, own_step, parameters_of
 from colo.trainer.planes import Note, Planes, Range, StateSlot, Work, part_of
+from colo.trainer.remainders import DIGEST_ELEMENTS
 from colo.trainer.state import Stock, take_stock
-from colo.units import MIB, batches, format_bytes
+from colo.units import MIB, align_up, batches, format_bytes
 
 NUM_SLOTS = 3  # ranges on the device at once: one comes, one is stepped, one leaves
 
@@ -56,9 +61,13 @@ class StateWindow:
     name = TRAINER_OPTIMIZER
     away = Residency.OFFLOADED
 
-    def __init__(self, optimizer: Any, mover: Mover, *, range_bytes: int) -> None:
+    def __init__(self, optimizer: Any, mover: Mover, *, range_bytes: int, resident_bytes: int = 0) -> None:
         self.optimizer = optimizer
         self.kept: list[Kept] = []
+        self.resident = Parking(TRAINER_RESIDENT_STATE, mover, name_of=lambda _: "a plane of the state")
+        """The planes that stay on the device, at most `resident_bytes` of them."""
+
+        self._resident_bytes = resident_bytes  # what may still be added to them
         self._mover = mover
         self._range_bytes = range_bytes
         self._has_masters = isinstance(optimizer, MasterWeightsOptimizer)
@@ -110,8 +119,7 @@ class StateWindow:
     @property
     def host_bytes(self) -> int:
         """Bytes of the arena held."""
-        extents = (extent for planes in self._planes for extent in planes.extents.values())
-        return sum(e.size_bytes for e in extents) + sum(b.parking.host_bytes for b in self._buckets)
+        return sum(p.host_bytes for p in self._planes) + sum(b.parking.host_bytes for b in self._buckets)
 
     @property
     def total_bytes(self) -> int:
@@ -122,8 +130,9 @@ class StateWindow:
 
     @property
     def home_bytes(self) -> int:
-        """Host bytes of the state in excess of the window's size."""
-        return max(0, self.total_bytes - self.size_bytes)
+        """Host bytes of the state in excess of the window's size, but for that of planes on the device."""
+        resident_bytes = sum(planes.total_bytes for planes in self._planes if planes.stays is not None)
+        return max(0, self.total_bytes - resident_bytes - self.size_bytes)
 
     def begin(self, target: Residency) -> Move:
         """Open the window, or close it; see `Segment.begin`."""
@@ -142,10 +151,14 @@ class StateWindow:
     def close(self, *, on_device: bool) -> None:
         """Give all state memory of its own: on the device where there is room for it, or in host memory, as it is."""
         device, left_bytes = self._mover.device, 0
-        if on_device and device.type == "cuda" and free_device_bytes(device) < self.total_bytes:
-            on_device, left_bytes = False, self.host_bytes  # a part there would be of no use, and in the weights' way
         # waits for copies under way: the planes must be whole before they are given away
         self._leave()
+        if on_device and device.type == "cuda" and free_device_bytes(device) < self.host_bytes:
+            on_device, left_bytes = False, self.host_bytes  # a part there would be of no use, and in the weights' way
+        elif not on_device:
+            with suppress(BudgetError):  # without room in the arena it stays, and the loop may move it
+                self.resident.begin(Residency.OFFLOADED).wait()
+        self._let_resident_go()
         if self._region is not None:
             # the window's memory first: the state needs its room on a full device
             self._region.close()
@@ -217,11 +230,31 @@ class StateWindow:
         weight_bytes = 2 * elements if self._masters else 0
         return [((n,), torch.uint8) for n in (flat_bytes, flat_bytes, weight_bytes, *NUM_SLOTS * (slot_bytes,))]
 
+    def _look_at_resident(self) -> None:
+        """Show the segment of planes on the device its tensors; one that has left ends, and its planes are streamed."""
+        if self.resident.residency is Residency.OFFLOADED:
+            if self.resident.poll():
+                self._let_resident_go()
+            return
+        staying = [planes for planes in self._planes if planes.stays is not None]
+        self.resident.expected_bytes = sum(planes.parked_bytes for planes in staying)
+        self.resident.look(tensor for planes in staying for tensor in planes.on_device())
+
+    def _let_resident_go(self) -> None:
+        """Leave the tensors of planes on the device to themselves, wherever they are."""
+        was_parked = self.resident.residency is Residency.OFFLOADED
+        self.resident.hand_over()
+        self._resident_bytes = self.resident.expected_bytes = 0
+        for planes in self._planes:
+            if was_parked:
+                planes.stays = None
+
     # ---- what there is to step --------------------------------------------------------------------------------------
 
     def host_memory(self) -> list[torch.Tensor]:
-        """The planes, as bytes (uint8)."""
-        return [plane.view(torch.uint8) for planes in self._planes for plane in planes.host.values()]
+        """The planes in host memory, as bytes (uint8)."""
+        streamed = [planes for planes in self._planes if not planes.is_on_device]
+        return [plane.view(torch.uint8) for planes in streamed for plane in planes.slabs.values()]
 
     def work(self) -> Iterator[Work]:
         """Yield everything that a step handles, in the order in which it is stepped."""
@@ -251,6 +284,7 @@ class StateWindow:
         with torch.no_grad():
             for planes in self._planes:
                 planes.take_in()
+            self._look_at_resident()
         self.stock = take_stock(self.optimizer)
         shared = self._park(self.stock)
         self.kept = [kept for bucket in self._buckets for kept in bucket.parking.kept] + shared
@@ -265,6 +299,8 @@ class StateWindow:
         if any(numbers.get(id(p)) != planes.group for planes in self._planes for p in planes.parameters):
             raise Unsupported(REGROUPED)
         self._extend()
+        self.resident.settle()
+        self._look_at_resident()
         with torch.no_grad():
             # state that the loop has loaded goes into the planes before its scalars are compared
             for planes in self._planes:
@@ -300,13 +336,15 @@ class StateWindow:
                 else:
                     rest.append(parameter)
         for (number, _, kind), parameters in by_kind.items():
-            planes = Planes(self.base, self._masters, number, parameters, kind, self._mover)
-            planes.cut(self._range_bytes, self._number)
-            self._number += len(planes.ranges)
-            self._planes.append(planes)
-            for work in planes.ranges:
-                for parameter in work.parameters:
-                    self._work_of.setdefault(id(parameter), []).append(work)
+            make = partial(Planes, self.base, self._masters, number, kind=kind, mover=self._mover)
+            planes = make(parameters)
+            staying = self._take_resident(planes) if self._resident_bytes else []
+            if staying:
+                self._add(make(staying, stays=self.resident))
+                ids = set(map(id, staying))
+                parameters = [p for p in parameters if id(p) not in ids]
+            if parameters:
+                self._add(make(parameters) if staying else planes)
         # 8 bytes an element stand for two fp32 moments where nothing is known yet
         for parameters in batches(rest, lambda p: self._expected_bytes(p) or 8 * p.numel(), self._range_bytes):
             parking = Parking(self.name, self._mover, name_of=lambda t: self.stock.name_of(t), keeps_addresses=False)
@@ -316,6 +354,25 @@ class StateWindow:
             self._number += 1
             self._buckets.append(bucket)
             self._work_of.update({id(p): [bucket] for p in parameters})
+
+    def _take_resident(self, planes: Planes) -> list[torch.Tensor]:
+        """Take parameters whose state stays on the device, the first that there is room for."""
+        taken, padding_bytes = [], len(planes.layout) * ALIGNMENT_BYTES
+        for parameter in planes.parameters:
+            size_bytes = planes.bytes_of(align_up(local_shard(parameter).numel(), DIGEST_ELEMENTS))
+            if padding_bytes + size_bytes <= self._resident_bytes:
+                taken.append(parameter)
+                self._resident_bytes -= padding_bytes + size_bytes
+                padding_bytes = 0
+        return taken
+
+    def _add(self, planes: Planes) -> None:
+        planes.cut(self._range_bytes, self._number)
+        self._number += len(planes.ranges)
+        self._planes.append(planes)
+        for work in planes.ranges:
+            for parameter in work.parameters:
+                self._work_of.setdefault(id(parameter), []).append(work)
 
     def _expected_bytes(self, parameter: torch.Tensor) -> int:
         """Bytes that a first step makes for a parameter in a bucket, as far as is known."""

@@ -74,6 +74,10 @@ class ColoOptions:
         default="auto",
         metadata={"help": "Where the optimizer's state is while it steps: `auto`, `resident` or `streamed`."},
     )
+    colo_resident_state_bytes: str | None = field(
+        default=None,
+        metadata={"help": "Streamed state that stays on the GPU, such as 30GiB; with `auto` what fits."},
+    )
     colo_release_gradients: bool = field(
         default=False,
         metadata={"help": "Step and drop each gradient within the backward pass; its optimizer's state is streamed."},
@@ -157,6 +161,7 @@ class ColoOptions:
             offload=Offload(self.colo_offload),
             optimizer=OptimizerState(self.colo_optimizer),
             kv_cache_bytes=self.colo_kv_cache_bytes,  # type: ignore[arg-type]  # read as a size
+            resident_state_bytes=self.colo_resident_state_bytes,  # type: ignore[arg-type]  # read as a size
             release_gradients=self.colo_release_gradients,
             accumulation_steps=self.gradient_accumulation_steps,  # type: ignore[attr-defined]  # TRL's
             fold_adapter=self.colo_fold_adapter,

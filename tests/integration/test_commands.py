@@ -176,10 +176,12 @@ def test_the_benchmark_of_log_probabilities_writes_figures(tmp_path):
 
 def test_a_streamed_step_is_measured_beside_the_bus(tmp_path):
     figures = tmp_path / "stream.json"
-    code, out = benchmark("stream", "--range", "64", "--device", "cpu", "--json", figures)
+    code, out = benchmark("stream", "--range", "64", "--resident-state", "200KiB", "--device", "cpu", "--json", figures)
     assert code == 0, out
-    step, *training = json.loads(figures.read_text())["rows"]
-    assert step["of_bus"] == pytest.approx(step["step_s"] / step["bus_s"])
-    assert 0 < step["window_bytes"] < step["state_bytes"]
+    step, half, *training = json.loads(figures.read_text())["rows"]
+    for row in (step, half):
+        assert row["of_bus"] == pytest.approx(row["step_s"] / row["bus_s"])
+        assert 0 < row["window_bytes"] < row["state_bytes"] == step["state_bytes"]
+    assert step["resident_bytes"] == 0 < half["resident_bytes"] <= 200 * 1024
     assert [row["way"] for row in training] == ["training", "training, gradients released"]
     assert all(row["step_s"] > 0 for row in training)

@@ -30,9 +30,12 @@ from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.transition import Holding, Ledger, plan_transition
 from colo.rl import loop
 from colo.testing import FakeDevice, FakeSegment
+from colo.trainer import planes
+from colo.trainer.streamed import StreamedState
 from colo.units import GIB, MIB
 from tests import unchanged
 from tests.frozen import freeze, thaw
+from tests.models import small_qwen3
 
 ROOT = Path(colo.__file__).parent.parent
 CUDA = torch.device("cuda", 0)
@@ -82,6 +85,24 @@ def bring_back(monkeypatch):
 def start(monkeypatch):
     config = RuntimeConfig(kv_cache_bytes=MIB, device_limit_bytes=MIB)
     colo.launch(unchanged.tiny(), device="cpu", config=config)
+
+
+def start_with_state_that_stays(monkeypatch):
+    state = {"optimizer": "streamed", "region_bytes": 4096, "resident_state_bytes": MIB}
+    config = RuntimeConfig(kv_cache_bytes=MIB // 4, device_limit_bytes="1.6MiB", **state)
+    colo.launch(small_qwen3(num_hidden_layers=4), device="cpu", config=config)
+
+
+def step_state_that_stays(monkeypatch):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2000))])
+    state = StreamedState(optimizer, Mover(torch.device("cpu")), resident_bytes=MIB)
+
+    def full(*size, **options):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(planes, "free_device_bytes", lambda device: 100)
+    monkeypatch.setattr(torch, "empty", full)
+    state.window.prepare()
 
 
 def generate(monkeypatch):
@@ -158,6 +179,8 @@ REFUSALS = {
     "phases/transition.py plan_transition": lambda monkeypatch: plan(monkeypatch, host_bytes=10),
     "phases/scheduler.py _plan_arrival": bring_back,
     "assembly/share.py _admit": start,
+    "runtime/construction.py _planned_beside_state": start_with_state_that_stays,
+    "trainer/planes.py _made_on_device": step_state_that_stays,
     "engines/text.py check_count": lambda monkeypatch: check_count(1, 10**12),
     "engines/caches.py check_room": generate,
     "engines/server.py check_room": generate_on_a_server,

@@ -1,5 +1,6 @@
 """State that streams through the step, through the public API."""
 
+import copy
 import gc
 
 import pytest
@@ -10,7 +11,15 @@ import colo
 from colo.config import RuntimeConfig
 from colo.errors import BudgetError, PhaseError, Unsupported
 from colo.optim import MasterWeights
-from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, TRAINER_GRADIENTS, TRAINER_OPTIMIZER, Phase, Residency
+from colo.phases.phase import (
+    ENGINE_KV_CACHE,
+    ENGINE_WEIGHTS,
+    TRAINER_GRADIENTS,
+    TRAINER_OPTIMIZER,
+    TRAINER_RESIDENT_STATE,
+    Phase,
+    Residency,
+)
 from colo.units import MIB
 from tests import runtimes
 from tests.models import small_qwen3
@@ -39,9 +48,9 @@ def smallest_limit():
         return max(2 * weights_bytes + window_bytes, weights_bytes + KV_BYTES)
 
 
-def train(rt, steps):
+def train(rt, steps, first=0):
     """Weights after `steps` steps with rollouts between."""
-    for step in range(steps):
+    for step in range(first, first + steps):
         with rt.rollout():
             rt.generate([[1, 2, 3]], max_tokens=2)
         with rt.train():
@@ -74,6 +83,80 @@ def test_state_that_leaves_no_room_for_a_pass_is_streamed(monkeypatch, share, pl
     monkeypatch.setattr("colo.assembly.share.capacity", lambda *_, **__: int(share * whole_bytes))
     with launch() as rt:
         assert rt.report().facts["optimizer"].startswith(place)
+
+
+def roomy_limit():
+    """Room for half of the state beside either phase."""
+    with launch(optimizer="streamed") as rt:
+        return smallest_limit() + rt.scheduler.segments[TRAINER_OPTIMIZER].total_bytes // 2
+
+
+def test_as_much_of_streamed_state_stays_as_both_phases_leave_room_for():
+    limit_bytes = roomy_limit()
+    with launch(optimizer="resident") as rt:
+        expected = train(rt, 20)
+    with launch(device_limit_bytes=limit_bytes) as rt:
+        assert rt.report().facts["optimizer"].startswith("streamed: with the whole of it on the device, ")
+        assert all(torch.equal(p, expected[name]) for name, p in train(rt, 20).items())
+        window, stays = (rt.scheduler.segments[name] for name in (TRAINER_OPTIMIZER, TRAINER_RESIDENT_STATE))
+        assert 0.4 < stays.device_bytes / window.total_bytes < 0.7 and not stays.host_bytes
+        assert window.host_bytes < 0.7 * window.total_bytes, "what stays takes no host memory"
+        for phase in (Phase.ROLLOUT, Phase.TRAIN):
+            assert 0.85 * limit_bytes < rt.trace.peak_bytes(phase) <= limit_bytes, "the room is used, and no more"
+        assert not rt.kept_state and TRAINER_RESIDENT_STATE in str(rt.report())
+
+
+@pytest.mark.parametrize("phase", [Phase.TRAIN, Phase.ROLLOUT])
+def test_state_that_stays_leaves_for_good_once_a_phase_needs_its_room(phase):
+    with launch(optimizer="resident") as rt:
+        expected = train(rt, 6)
+    with launch(device_limit_bytes=roomy_limit()) as rt:
+        train(rt, 3)
+        stays = rt.scheduler.segments[TRAINER_RESIDENT_STATE]
+        assert stays.device_bytes
+        rt.scheduler.working_bytes[phase] = stays.device_bytes
+        assert all(torch.equal(p, expected[name]) for name, p in train(rt, 3, first=3).items())
+        assert (stays.size_bytes, stays.device_bytes, stays.host_bytes) == (0, 0, 0)
+        window = rt.scheduler.segments[TRAINER_OPTIMIZER]
+        assert window.host_bytes >= window.total_bytes
+        assert rt.scheduler.ledger().host_bytes >= window.total_bytes
+    assert expected
+
+
+def test_how_much_state_stays_can_be_said():
+    with launch(optimizer="streamed", resident_state_bytes="64KiB") as rt:
+        train(rt, 2)
+        assert 32 * 1024 < rt.scheduler.segments[TRAINER_RESIDENT_STATE].device_bytes <= 64 * 1024
+    for none in ({"optimizer": "streamed"}, {"resident_state_bytes": 0, "device_limit_bytes": roomy_limit()}):
+        with launch(**none) as rt:
+            assert rt.report().facts["optimizer"].startswith("streamed: ")
+            assert TRAINER_RESIDENT_STATE not in rt.scheduler.segments
+    wanted = {"optimizer": "streamed", "resident_state_bytes": "1MiB"}
+    with pytest.raises(BudgetError, match="with resident_state_bytes needs .*Make those, or the KV cache, smaller"):
+        launch(**wanted, device_limit_bytes=smallest_limit())
+    with pytest.raises(BudgetError, match="phase train ") as refused:
+        launch(**wanted, device_limit_bytes="1.5MiB", kv_cache_bytes="64KiB")
+    assert "A smaller resident_state_bytes makes" in "".join(refused.value.__notes__)
+    for contrary in ({"offload": "always"}, {"offload": "never"}, {"optimizer": "resident"}):
+        with pytest.raises(ValueError, match='resident_state_bytes keeps .*: leave out (offload="(always|never)"|opt)'):
+            RuntimeConfig(resident_state_bytes=MIB, **contrary)
+
+
+@pytest.mark.parametrize("settings", [{"release_gradients": True}, {}], ids=str)
+def test_state_that_stays_is_saved_and_loaded_like_any(settings):
+    settings = {"optimizer": "streamed", "resident_state_bytes": "64KiB"} | settings
+    with launch(optimizer="resident") as rt:
+        expected = train(rt, 4)
+    with launch(**settings) as rt:
+        train(rt, 2)
+        saved = copy.deepcopy((rt.model.state_dict(), rt.optimizer.state_dict()))
+    with launch(**settings) as rt:
+        train(rt, 1)
+        with rt.train():
+            rt.model.load_state_dict(saved[0])
+            rt.optimizer.load_state_dict(saved[1])
+        assert all(torch.equal(p, expected[name]) for name, p in train(rt, 2, first=2).items())
+        assert rt.scheduler.segments[TRAINER_RESIDENT_STATE].device_bytes
 
 
 def test_nothing_grows_over_a_hundred_cycles():

@@ -324,6 +324,165 @@ def test_nothing_grows_over_a_hundred_steps(mover):
     state.close()
 
 
+# ---- state that stays on the device ---------------------------------------------------------------------------------
+
+SOME, ALL = 20_000, MIB
+stays = pytest.mark.parametrize("resident_bytes", [SOME, ALL])
+
+
+def assert_stays(state, resident_bytes):
+    """Tell that planes are on the device, as much as they may, and the others in host memory."""
+    resident, window = state.window.resident, state.window
+    assert resident.residency is R and 0 < resident.device_bytes <= resident_bytes
+    assert not resident.kept and not resident.host_bytes
+    left_bytes = window.total_bytes - resident.device_bytes
+    assert window.host_bytes >= left_bytes and (window.host_bytes > 0) == (resident_bytes == SOME)
+
+
+@of_planes
+@stays
+@pytest.mark.parametrize("waits", [True, False])
+def test_state_that_stays_is_stepped_like_the_rest_until_it_has_left_and_afterwards(kind, resident_bytes, waits, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, resident_bytes=resident_bytes)
+    resident = state.window.resident
+    assert 0 < resident.size_bytes <= resident_bytes, "it is planned with"
+    if kind != "whole":  # whose masters are there
+        assert resident.residency is Residency.DISCARDED and not resident.device_bytes
+    for number in range(6):
+        for trained in (twin, ours):
+            trained.step(number)
+        assert_same(ours, twin)
+        state.refresh()
+        if number < 3:
+            assert_stays(state, resident_bytes)
+        if number == 2:
+            objects = [tensor for of in ours.inner.state.values() for tensor in of.values()]
+            move = resident.begin(O)
+            assert not waits or move.wait() is None
+        if number % 2:
+            close_window(state)
+    assert resident.residency is Residency.DISCARDED and resident.size_bytes == resident.host_bytes == 0
+    assert state.window.host_bytes >= state.window.total_bytes and not state.window.resident.kept
+    assert all(a is b for a, b in zip(objects, (t for o in ours.inner.state.values() for t in o.values()), strict=True))
+    state.close()
+    del state, objects, resident, move
+    gc.collect()
+    assert mover.arena.used_bytes == 0
+
+
+@of_planes
+@stays
+def test_state_that_stays_waits_for_copies_and_they_for_it(kind, resident_bytes, mover, late):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, resident_bytes=resident_bytes)
+    late(state)
+    for number in range(4):
+        for trained in (twin, ours):
+            trained.step(number)
+        assert_same(ours, twin)
+        if number == 2:
+            state.window.resident.begin(O)
+    state.close()
+
+
+@of_planes
+@stays
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_step_that_failed_beside_state_that_stays_is_repeated_as_one(
+    kind, resident_bytes, leaves, mover, monkeypatch
+):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, resident_bytes=resident_bytes)
+    step_flat = Planes._step_flat
+    for number, ends_at in enumerate((1, 2, 7, 12)):
+        calls = []
+
+        def ends(self, *arguments, calls=calls, ends_at=ends_at):
+            calls.append(1)
+            made = step_flat(self, *arguments)
+            return made if len(calls) != ends_at else out_of_memory()
+
+        ours.backward(number)
+        twin.step(number)
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(Planes, "_step_flat", ends)
+            ours.optimizer.step()
+        if leaves and number == 1:
+            state.window.resident.begin(O).wait()
+        ours.optimizer.step()
+        assert_same(ours, twin)
+    state.close()
+
+
+@of_planes
+@stays
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_checkpoint_is_loaded_into_state_that_stays(kind, resident_bytes, leaves, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, resident_bytes=resident_bytes)
+    for number in range(2):
+        twin.step(number)
+    ours.step(7)
+    if leaves:
+        state.window.resident.begin(O)
+    ours.net.load_state_dict(twin.net.state_dict())
+    ours.optimizer.load_state_dict(copy.deepcopy(twin.optimizer.state_dict()))
+    assert_same(ours, twin)
+    assert leaves or assert_stays(state, resident_bytes) is None
+    for number in range(2, 4):
+        for trained in (twin, ours):
+            trained.step(number)
+    assert_same(ours, twin)
+    state.close()
+
+
+@of_planes
+@stays
+@pytest.mark.parametrize("place", ["device", "cpu", "left"])
+def test_state_that_has_stayed_steps_on_when_colo_ends(kind, resident_bytes, place, device):
+    mover, twin, ours = Mover(device, host_limit_bytes=64 * MIB), Trained(kind), Trained(kind)
+    for trained in (twin, ours):
+        trained.step(0)
+    state = streamed(ours, mover, resident_bytes=resident_bytes)
+    assert_stays(state, resident_bytes)
+    for trained in (twin, ours):
+        trained.step(1)
+    if place == "left":
+        state.window.resident.begin(O)
+    state.close(torch.device("cpu") if place == "cpu" else None)
+    mover.close()
+    del state
+    for number in (2, 3):
+        for trained in (twin, ours):
+            trained.step(number)
+    assert_same(ours, twin)
+
+
+@pytest.mark.parametrize("kind", ["plain", "remainders"])
+def test_state_that_finds_no_room_to_stay_is_refused_before_a_weight_is_stepped(kind, mover, monkeypatch):
+    twin, ours = Trained(kind), Trained(kind)
+    start = copy.deepcopy(ours.net.state_dict())
+    state = streamed(ours, mover, resident_bytes=MIB)
+    empty = torch.empty
+
+    def full(size, *arguments, **options):
+        return empty(size, *arguments, **options) if not isinstance(size, int) or size < 1000 else out_of_memory()
+
+    ours.backward(0)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(BudgetError, match=r"KiB of the optimizer's state \(.*\) find no"),
+    ):
+        patch.setattr(torch, "empty", full)
+        ours.optimizer.step()
+    assert all(torch.equal(p, start[name]) for name, p in ours.net.state_dict().items())
+    for trained in (twin, ours):
+        trained.step(0)
+    assert_same(ours, twin)
+    state.close()
+
+
 # ---- what may go wrong ----------------------------------------------------------------------------------------------
 
 
