@@ -2,10 +2,10 @@
 
 The optimizer is AdamW with fp32 masters in two bytes beside bf16 weights, gradients are random. The limit is every byte
 of the state in and out again, both ways at once, in copies of 256 MiB; with `--resident-state` once more, without what
-is on the device. Then 8 sequences are trained, one at a time with checkpoints, and one with gradients that are released:
-bytes as the driver counts them. Beside them on a GPU, where torchao is installed, its `CPUOffloadOptimizer` trains as
-many: it steps on the CPU, with moments in bf16 and without masters, and copies all gradients to the host in each of the
-8 backward passes; with one it frees them there, too.
+is on the device. Then 8 sequences are trained, one at a time with checkpoints, and one with gradients that are
+released: bytes as the driver counts them. Beside them on a GPU, where torchao is installed, its `CPUOffloadOptimizer`
+trains as many: it steps on the CPU, with moments in bf16 and without masters, and copies all gradients to the host in
+each of the 8 backward passes; with one it frees them there, too.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def run(record: Record, *, shape: str, device: str, ranges: tuple[int, ...], res
     unit = MIB if target.type == "cuda" else KIB
     for size in ranges:
         record.tell(f"ranges of {size} MiB")
-        for resident_bytes in [0, *([resident_state] if resident_state else ())]:
-            record.add(_steps(shape, size, size * unit, target, resident_bytes))
+        for staying in [0, *([resident_state] if resident_state else ())]:
+            record.add(_steps(shape, size, size * unit, target, staying * unit // MIB))
     for released in (False, True):
         record.tell("training" + released * " with released gradients")
         streamed = _streamed(shape, target, min(ranges) * unit, released=released)

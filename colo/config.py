@@ -83,9 +83,9 @@ class RuntimeConfig:
     optimizers that update each parameter by itself; `auto` streams where the whole would not fit."""
 
     resident_state_bytes: int | None = None
-    """Of streamed state, as much stays on the device, beside both phases, and takes no time of the bus; it leaves for
-    good when a phase needs its room. `None` keeps what the phases leave free where `auto` streams, and nothing with
-    `optimizer="streamed"` or released gradients."""
+    """Streamed state that stays on the device, and takes no time of the bus; it leaves for good when a phase needs its
+    room. `None` keeps what both phases leave free where `auto` streams, and nothing with `optimizer="streamed"` or
+    released gradients."""
 
     release_gradients: bool = False
     """Step each range of a streamed optimizer within the backward pass, as soon as its gradients are there, and drop

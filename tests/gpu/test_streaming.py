@@ -11,6 +11,7 @@ from colo.trainer.master_weights import MasterWeights
 from colo.trainer.remainders import DIGEST_ELEMENTS, close_masters, open_masters, split
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
+from colo.trainer.window import StateWindow
 from colo.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
@@ -92,3 +93,32 @@ def test_masters_close_and_open_on_cuda_as_on_the_cpu():
         found = (weight, remainder, digests, changed.view(1), opened, *halves)
         sides.append([tensor.cpu().view(torch.uint8) for tensor in found])
     assert all(map(torch.equal, *sides))
+
+
+@pytest.mark.parametrize("share", [0.5, 2])
+def test_state_that_stays_on_the_device_makes_the_same_weights_and_gives_its_bytes_back(share):
+    mover = Mover(CUDA, host_limit_bytes=4 * GIB)
+    (net, optimizer), (twin, other) = trained(), trained()
+    state_bytes = StateWindow(trained()[1], mover, range_bytes=64 * MIB).total_bytes
+    streamed = StreamedState(optimizer, mover, region_bytes=64 * MIB, resident_bytes=int(share * state_bytes))
+    plain = StreamedState(other, mover, region_bytes=64 * MIB)
+    stays = streamed.window.resident
+    for number in range(12):
+        for model, stepped in ((net, optimizer), (twin, other)):
+            backward(model, number)
+            stepped.step()
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+        if number < 8:
+            assert 0.8 * min(share, 1) * state_bytes < stays.device_bytes <= share * state_bytes and not stays.kept
+        if number in (7, 11):
+            net.zero_grad()
+            twin.zero_grad()
+            streamed.window.begin(Residency.OFFLOADED).wait()
+            torch.cuda.empty_cache()
+            before, held_bytes = torch.cuda.mem_get_info()[0], stays.device_bytes
+            stays.begin(Residency.OFFLOADED).wait()
+            assert torch.cuda.mem_get_info()[0] - before >= held_bytes
+    assert not stays.size_bytes and streamed.window.host_bytes >= streamed.window.total_bytes
+    streamed.close()
+    plain.close()
+    mover.close()

@@ -176,7 +176,7 @@ def test_the_benchmark_of_log_probabilities_writes_figures(tmp_path):
 
 def test_a_streamed_step_is_measured_beside_the_bus(tmp_path):
     figures = tmp_path / "stream.json"
-    code, out = benchmark("stream", "--range", "64", "--resident-state", "200KiB", "--device", "cpu", "--json", figures)
+    code, out = benchmark("stream", "--range", "64", "--resident-state", "200MiB", "--device", "cpu", "--json", figures)
     assert code == 0, out
     step, half, *training = json.loads(figures.read_text())["rows"]
     for row in (step, half):
