@@ -190,7 +190,9 @@ class Turns:
         if self.beside is not None and self.beside.is_over:
             self.beside.close()  # what ended its block did not let it end
         is_over = self._block is not None and self._block.is_over  # what ended the block did not let it leave
-        if (verb in _BEGIN and is_over) or (verb in (*_BEGIN, Verb.GENERATE) and self._is_implied):
+        # in a rollout that is over other threads may generate yet, for which its block waits
+        begins = verb in _BEGIN or (verb is Verb.GENERATE and self.turn is Turn.TRAIN)
+        if (begins and is_over) or (verb in (*_BEGIN, Verb.GENERATE) and self._is_implied):
             with uninterrupted():
                 self._leave()
         if self.beside is not None and verb in NOT_BESIDE:

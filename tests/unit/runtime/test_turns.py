@@ -202,6 +202,22 @@ def test_a_block_that_an_interrupt_kept_from_leaving_is_left_by_the_next_one(rt,
     assert rt.phase is Phase.IDLE and rt.engine.state is EngineState.PAUSED
 
 
+@pytest.mark.parametrize("how", ["generate", "until"])
+def test_a_training_that_an_interrupt_kept_from_leaving_is_left_by_a_generation(rt, monkeypatch, how):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch, rt.train():
+        train_step(rt)
+        patch.setattr(Turns, "end", interrupt)
+    assert rt.phase is Phase.TRAIN
+    (completion,) = rt.generate([[1]], **({"until": 1} if how == "until" else {}))
+    assert completion.weights_version == rt.weights_version == 1
+    assert rt.phase is Phase.IDLE and rt.engine.state is EngineState.PAUSED
+    with rt.train(), pytest.raises(colo.PhaseError, match=r"generate\(\) inside train\(\)"):
+        rt.generate([[1]])
+
+
 @pytest.fixture
 def moving():
     """A runtime whose trainer state leaves for every rollout."""
