@@ -11,7 +11,8 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 
-from colo.integrations.ray import run_ranks
+from colo.integrations import ray as integration
+from colo.integrations.ray import Servers, run_ranks
 
 
 def add_up(more):
@@ -60,7 +61,14 @@ class Watched:
         return getattr(self.out, name)
 
 
+def in_one_process(command, *arguments, **options):
+    """The example's servers with engine and worker in one process: on a CPU they would be two, which take turns."""
+    executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    return Servers([*command, "--distributed-executor-backend", executor], *arguments, **options)
+
+
 def main(model):
+    integration.Servers = in_one_process
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     cluster.add_node(num_cpus=1)
     lost = cluster.add_node(num_cpus=1)
