@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from colo.trainer.remainders import DIGEST_ELEMENTS
 from colo.trainer.state import Stock, take_stock
 from colo.units import MIB, align_up, batches, format_bytes
 
-NUM_SLOTS = 3  # ranges on the device at once: one comes, one is stepped, one leaves
+NUM_SLOTS = 3  # ranges on the device at once: one comes, one is stepped, one leaves; one more for those that stay
 
 RANGE_BYTES = 64 * MIB
 """State of a range. On an H100 ranges of 32 to 256 MiB are stepped at the speed of the bus; at 16 MiB Python bounds
@@ -67,6 +69,7 @@ class StateWindow:
         self.resident = Parking(TRAINER_RESIDENT_STATE, mover, name_of=lambda _: "a plane of the state")
         """The planes that stay on the device, at most `resident_bytes` of them."""
 
+        self._has_resident = resident_bytes > 0
         self._resident_bytes = resident_bytes  # what may still be added to them
         self._mover = mover
         self._range_bytes = range_bytes
@@ -195,8 +198,8 @@ class StateWindow:
                 self._region, self._slots = None, []
             if self._region is None:
                 self._region = allocate_region(size_bytes, self._mover.device, name=self.name)
-                *flats, first, second, third = carve(self._region.bytes, parts)
-                self._slots = [StateSlot(flats, part) for part in (first, second, third)]
+                memory = carve(self._region.bytes, parts)
+                self._slots = [StateSlot(memory[:3], part) for part in memory[3:]]
             elif not self._region.resident:
                 self._region.restore()
         self._is_open = True
@@ -228,7 +231,8 @@ class StateWindow:
         slot_bytes = max(carved_bytes(planes.specs) for planes in used)
         # only bf16 and fp16 weights have masters: 2 bytes each
         weight_bytes = 2 * elements if self._masters else 0
-        return [((n,), torch.uint8) for n in (flat_bytes, flat_bytes, weight_bytes, *NUM_SLOTS * (slot_bytes,))]
+        slots = (NUM_SLOTS + self._has_resident) * (slot_bytes,)
+        return [((n,), torch.uint8) for n in (flat_bytes, flat_bytes, weight_bytes, *slots)]
 
     def _look_at_resident(self) -> None:
         """Show the segment of planes on the device its tensors; one that has left ends, and its planes are streamed."""
@@ -258,8 +262,10 @@ class StateWindow:
 
     def work(self) -> Iterator[Work]:
         """Yield everything that a step handles, in the order in which it is stepped."""
-        for planes in self._planes:
-            yield from planes.ranges
+        here, away = ([r for p in self._planes if p.is_on_device is on for r in p.ranges] for on in (True, False))
+        # ranges on the device are spread over the others, beside whose copies they are stepped
+        spread = [((n + 0.5) / len(ranges), work) for ranges in (here, away) for n, work in enumerate(ranges)]
+        yield from (work for _, work in sorted(spread, key=itemgetter(0)))
         yield from self._buckets
 
     def work_of(self, parameter: torch.Tensor) -> list[Work]:
@@ -272,7 +278,8 @@ class StateWindow:
 
     def released_bytes(self) -> int:
         """Bytes of gradients alive at once when each range drops its own: the most that two neighbours have."""
-        sizes = [sum(local_bytes(p) for p in work.parameters if p.requires_grad) for work in self.work()]
+        in_order: list[Work] = [*chain.from_iterable(planes.ranges for planes in self._planes), *self._buckets]
+        sizes = [sum(local_bytes(p) for p in work.parameters if p.requires_grad) for work in in_order]
         return max((one + other for one, other in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
     def take_in(self) -> None:
@@ -453,16 +460,20 @@ class StateWindow:
 
     def _step_range(self, work: Range, due: list[torch.Tensor], note: Note) -> None:
         """Copy a range's state into a slot, step it there, and queue its way back."""
-        # slots in turn: the range that had this one was two turns earlier
-        planes, slot = work.planes, self._slots[self._turn % NUM_SLOTS]
-        self._turn += 1
+        planes = work.planes
+        if planes.is_on_device:  # in a slot and on a stream that copies over the bus do not wait for
+            slot, streams = self._slots[NUM_SLOTS], {}
+        else:
+            # slots in turn: the range that had this one was two turns earlier
+            slot, streams = self._slots[self._turn % NUM_SLOTS], self._streams
+            self._turn += 1
         # on its own stream, so that the copy overlaps with the step of the range before
-        with _on(self._streams.get("in")):
+        with _on(streams.get("in")):
             state = slot.views(planes)
             self._wait(slot.left)  # the range that was here last is still being copied out
             self._wait(work.left)  # and so may this one be, by a step that has failed
             planes.copy_in(work, state)
-            arrived = _event(self._streams.get("in"))
+            arrived = _event(streams.get("in"))
         self._wait(arrived)
         ids, leaving = set(map(id, due)), []
         try:
@@ -471,12 +482,12 @@ class StateWindow:
                 leaving.append((pieces, names))
                 note([piece[0] for piece in pieces], changes)
         finally:  # weights that have been written and their state belong together
-            stepped = _event(torch.cuda.current_stream(self._mover.device) if self._streams else None)
-            with _on(self._streams.get("out")):
+            stepped = _event(torch.cuda.current_stream(self._mover.device) if streams else None)
+            with _on(streams.get("out")):
                 self._wait(stepped)
                 for pieces, names in leaving:
                     planes.copy_out(work, pieces, names, state)
-                slot.left = work.left = _event(self._streams.get("out"))
+                slot.left = work.left = _event(streams.get("out"))
 
     def _wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:

@@ -11,7 +11,6 @@ from colo.trainer.master_weights import MasterWeights
 from colo.trainer.remainders import DIGEST_ELEMENTS, close_masters, open_masters, split
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
-from colo.trainer.window import StateWindow
 from colo.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
@@ -99,9 +98,9 @@ def test_masters_close_and_open_on_cuda_as_on_the_cpu():
 def test_state_that_stays_on_the_device_makes_the_same_weights_and_gives_its_bytes_back(share):
     mover = Mover(CUDA, host_limit_bytes=4 * GIB)
     (net, optimizer), (twin, other) = trained(), trained()
-    state_bytes = StateWindow(trained()[1], mover, range_bytes=64 * MIB).total_bytes
-    streamed = StreamedState(optimizer, mover, region_bytes=64 * MIB, resident_bytes=int(share * state_bytes))
     plain = StreamedState(other, mover, region_bytes=64 * MIB)
+    state_bytes = plain.window.total_bytes
+    streamed = StreamedState(optimizer, mover, region_bytes=64 * MIB, resident_bytes=int(share * state_bytes))
     stays = streamed.window.resident
     for number in range(12):
         for model, stepped in ((net, optimizer), (twin, other)):
