@@ -17,6 +17,8 @@ from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.optimizers import register_separable
 from colo.trainer.state import TrainerState
+from colo.trainer.streamed import StreamedState
+from colo.units import MIB
 
 
 def parameters(dtype=torch.bfloat16, seed=0):
@@ -621,3 +623,19 @@ def test_an_optimizer_that_keeps_its_learning_rate_in_a_tensor_follows_a_schedul
             schedule.step()
         for p, copy in zip(params, copies, strict=True):
             assert torch.equal(p, copy.to(torch.bfloat16))
+
+
+@both_kinds
+def test_streamed_masters_of_sharded_weights_may_stay_on_the_device(remainders, mesh, device):
+    twin, ours = (Trained(mesh, True, remainders) for _ in range(2))
+    mover = Mover(device, host_limit_bytes=4 * MIB)
+    state = StreamedState(ours.optimizer, mover, region_bytes=4096, resident_bytes=MIB)
+    for number in range(4):
+        for trained in (twin, ours):
+            trained.step(number)
+        assert same(ours, twin) and not state.kept.items
+        assert bool(state.resident_bytes) is (number < 2)
+        if number == 1:
+            state.window.resident.begin(Residency.OFFLOADED)
+    state.close()
+    mover.close()
