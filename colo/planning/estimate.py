@@ -37,6 +37,9 @@ SAMPLER_BYTES_PER_LOGIT = 38
 # The same as tokens are drawn from all of the vocabulary, with log-probabilities. Measured.
 SAMPLED_BYTES_PER_LOGIT = 4
 BUS_BYTES_PER_S = 54.6e9  # each way at once; measured: pinned memory to an H200 (examples/bench/results/offload.json)
+PASS_FRACTION = 1 / 8
+"""Share of a device without a set limit that is left to a training pass beside resident state: for activations,
+log-probabilities, and what a step computes in."""
 RANGE_BYTES, NUM_SLOTS = 64 * MIB, 3  # as colo/trainer/window.py has them, which imports torch
 # Left resident by vLLM 0.26 asleep (context, CUDA graphs, workspaces), measured: Qwen3-8B on an H200.
 ENGINE_RESIDUAL_BYTES = round(1.4 * GIB)
@@ -135,9 +138,21 @@ class Estimate:
         return self.segments[names.TRAINER_OPTIMIZER] + self.segments[names.TRAINER_MASTER_WEIGHTS]
 
     @property
+    def resident_state_bytes(self) -> int:
+        """Streamed state that stays on the device, as `auto` has it: what every phase after the start leaves free."""
+        w = self.workload
+        if not self.streamed or w.state is not OptimizerState.AUTO or w.release_gradients:
+            return 0
+        totals = {phase: sum(held.values()) for phase, held in self.phases.items() if phase != START}
+        train = self.phases["train"]
+        pass_bytes = max(train[ACTIVATIONS] + train[LOGITS], int(PASS_FRACTION * w.gpu_memory_bytes))
+        totals["train"] += pass_bytes - train[ACTIVATIONS] - train[LOGITS]
+        return min(self.state_bytes, max(0, w.gpu_memory_bytes - max(totals.values())))
+
+    @property
     def step_wait_s(self) -> float:
         """Seconds that a streamed step takes at least: for its state to come, and to leave at the same time."""
-        return self.state_bytes / BUS_BYTES_PER_S if self.streamed else 0.0
+        return (self.state_bytes - self.resident_state_bytes) / BUS_BYTES_PER_S if self.streamed else 0.0
 
     @property
     def naive_peak_bytes(self) -> int:
@@ -152,7 +167,8 @@ class Estimate:
     @property
     def host_bytes(self) -> int:
         """Pinned host memory that the offloaded segments take."""
-        return max(sum(self.segments[name] for name in away) for away in self.offloaded.values())
+        away_bytes = max(sum(self.segments[name] for name in away) for away in self.offloaded.values())
+        return away_bytes - self.resident_state_bytes
 
     @property
     def activation_host_bytes(self) -> int:
@@ -189,6 +205,7 @@ class Estimate:
             "logits_bytes",
             "host_bytes",
             "activation_host_bytes",
+            "resident_state_bytes",
         )
         caches = ("kv_bytes_per_token", "kv_bytes_per_sequence")
         numbers = (*sizes, *caches, "fits", "streamed", "step_wait_s")

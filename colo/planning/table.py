@@ -122,9 +122,11 @@ def _verdict(estimate: Estimate) -> Text:
         f"As the engine starts, {format_bytes(sum(start.values()))}: {format_bytes(start[ACTIVATIONS])} to warm up\n"
     )
     if estimate.streamed:
+        stays = estimate.resident_state_bytes
         text.append(
             f"The optimizer's state, {format_bytes(estimate.state_bytes)}, is streamed: in host memory, and on the "
-            f"device a range at a time.\nA step waits {format_seconds(estimate.step_wait_s)} for it at "
+            f"device a range at a time.\n{f'{format_bytes(stays)} of it stay on the device. ' if stays else ''}"
+            f"A step waits {format_seconds(estimate.step_wait_s)} for {'the rest' if stays else 'it'} at "
             f"{BUS_BYTES_PER_S / 1e9:.1f} GB/s\n"
         )
     elif estimate.host_bytes:

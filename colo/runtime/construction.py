@@ -31,6 +31,7 @@ from colo.phases.phase import (
 from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.trace import Trace
 from colo.phases.transition import Action, Ledger, Transition
+from colo.planning.estimate import PASS_FRACTION
 from colo.runtime.versions import WeightVersions
 from colo.trainer.optimizers import as_torch, why_not_separable
 from colo.trainer.session import LATE, TrainerEvents, TrainerSession
@@ -41,10 +42,6 @@ from colo.weights.sources.heads import is_peft_model, is_transformers_model
 from colo.weights.transports.base import Transport
 
 _FITS = "resident: it fits beside weights and gradients"
-
-_PASS_FRACTION = 1 / 8
-"""Share of a device without a set limit that is left to a training pass beside resident state: for activations,
-log-probabilities, and what a step computes in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +123,7 @@ def _spare_bytes(side: TrainerSide, parts: Parts) -> int:
     scheduler = side.scheduler
     working_bytes = max(scheduler.working_bytes.values())
     if parts.config.device_limit_bytes is None:
-        working_bytes = max(working_bytes, int(_PASS_FRACTION * parts.capacity_bytes))
+        working_bytes = max(working_bytes, int(PASS_FRACTION * parts.capacity_bytes))
     # the cache leaves for training where its bytes are needed
     trains = [h for h in side.rollout.after.holdings.values() if h.name != ENGINE_KV_CACHE]
     held_bytes = sum(h.size_bytes for h in trains if h.residency is not Residency.SHARED)
@@ -142,7 +139,7 @@ def _attempt(parts: Parts, events: TrainerEvents) -> TrainerSide | str:
         return f"streamed: with the whole of it on the device, {missing} would be missing"
     if parts.config.device_limit_bytes is None and not _leaves_room(side, parts.capacity_bytes):
         side.session.close()
-        least = format_bytes(int(_PASS_FRACTION * parts.capacity_bytes))
+        least = format_bytes(int(PASS_FRACTION * parts.capacity_bytes))
         return f"streamed: with the whole of it on the device, less than {least} would be left for a training pass"
     return side
 
@@ -150,7 +147,7 @@ def _attempt(parts: Parts, events: TrainerEvents) -> TrainerSide | str:
 def _leaves_room(side: TrainerSide, capacity_bytes: int) -> bool:
     """Tell if a training pass would have room beside resident state; what one takes is known when it has been seen."""
     scheduler, known_bytes = side.scheduler, side.scheduler.working_bytes[Phase.TRAIN]
-    scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, int(_PASS_FRACTION * capacity_bytes))
+    scheduler.working_bytes[Phase.TRAIN] = max(known_bytes, int(PASS_FRACTION * capacity_bytes))
     try:
         # where they take turns the whole state moves twice in a step: as a stream it moves within the step itself
         return scheduler.plan(Phase.TRAIN, side.rollout.after).side_by_side

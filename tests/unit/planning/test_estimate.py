@@ -314,6 +314,20 @@ def test_state_is_streamed_where_it_does_not_fit_as_a_whole():
     )
 
 
+def test_of_streamed_state_stays_what_every_phase_leaves_free():
+    streamed, found = plan(state="streamed"), plan()
+    stays = found.resident_state_bytes
+    held = {phase: sum(of.values()) for phase, of in found.phases.items() if phase != "start"}
+    train = found.phases["train"]
+    held["train"] += 10 * GIB - train["activations"] - train["logits"]  # an eighth of the GPU for the pass
+    assert max(held.values()) + stays == 80 * GIB and stays > 20 * GIB
+    assert found.host_bytes == streamed.host_bytes - stays
+    assert found.step_wait_s == pytest.approx((found.state_bytes - stays) / 54.6e9)
+    assert streamed.resident_state_bytes == plan(state="resident").resident_state_bytes == 0
+    assert plan(release_gradients=True).resident_state_bytes == 0
+    assert plan(gpu_memory_bytes=found.needed_bytes).resident_state_bytes == 0
+
+
 def test_qwen3_8b_is_trained_in_full_on_48_gib():
     assert plan(gpu_memory_bytes=48 * GIB, generations=8).fits
     assert not plan(gpu_memory_bytes=48 * GIB, generations=8, state="resident").fits
@@ -343,7 +357,9 @@ def test_offloaded_bytes_are_on_the_host_and_not_on_the_device():
 def test_json_has_exactly_these_keys_and_is_plain():
     found = plan()
     keys = "segments phases peak_bytes naive_peak_bytes fits kv_bytes_per_token logits_bytes suggestions offloaded"
-    keys += " host_bytes activation_host_bytes streamed step_wait_s needed_bytes kv_bytes_per_sequence"
+    keys += (
+        " host_bytes activation_host_bytes resident_state_bytes streamed step_wait_s needed_bytes kv_bytes_per_sequence"
+    )
     assert set(found.to_json()) == set(keys.split())
     assert json.loads(json.dumps(found.to_json())) == found.to_json()
     assert plan(gpu_memory_bytes=30 * GIB).to_json()["suggestions"]
