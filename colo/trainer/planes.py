@@ -223,7 +223,7 @@ class Planes:
         """True while the planes are on the device, or will be made there."""
         return self.stays is not None and self.stays.residency is not Residency.OFFLOADED
 
-    def on_device(self) -> list[torch.Tensor]:
+    def tensors_on_device(self) -> list[torch.Tensor]:
         """The tensors over planes that were made on the device: slabs, state and masters of parameters."""
         names = [name for name in self.slabs if name not in self.extents]
         found = [self.slabs[name] for name in names]

@@ -242,7 +242,7 @@ class StateWindow:
             return
         staying = [planes for planes in self._planes if planes.stays is not None]
         self.resident.expected_bytes = sum(planes.parked_bytes for planes in staying)
-        self.resident.look(tensor for planes in staying for tensor in planes.on_device())
+        self.resident.look(tensor for planes in staying for tensor in planes.tensors_on_device())
 
     def _let_resident_go(self) -> None:
         """Leave the tensors of planes on the device to themselves, wherever they are."""

@@ -166,6 +166,15 @@ def test_nothing_but_the_logprobs_is_differentiated():
     assert not any(metric.requires_grad for metric in output.metrics.values())
 
 
+def assert_same_loss(clean, dirty, config):
+    outputs = [grpo_loss(**values, config=config) for values in (clean, dirty)]
+    for output in outputs:
+        output.loss.backward()
+    assert torch.equal(outputs[0].loss, outputs[1].loss)
+    assert outputs[0].metrics == outputs[1].metrics
+    assert torch.equal(clean["logprobs_BT"].grad, dirty["logprobs_BT"].grad)
+
+
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
 def test_what_is_outside_the_mask_has_no_effect(aggregation, poison):
@@ -176,12 +185,7 @@ def test_what_is_outside_the_mask_has_no_effect(aggregation, poison):
     for name in ("logprobs_BT", "old_logprobs_BT", "engine_logprobs_BT", "reference_logprobs_BT"):
         with torch.no_grad():
             dirty[name][1, 2] = poison
-    outputs = [grpo_loss(**values, config=config) for values in (clean, dirty)]
-    for output in outputs:
-        output.loss.backward()
-    assert torch.equal(outputs[0].loss, outputs[1].loss)
-    assert outputs[0].metrics == outputs[1].metrics
-    assert torch.equal(clean["logprobs_BT"].grad, dirty["logprobs_BT"].grad)
+    assert_same_loss(clean, dirty, config)
 
 
 @pytest.mark.parametrize("aggregation", list(Aggregation))
@@ -198,12 +202,7 @@ def test_the_advantage_of_a_completion_without_tokens_has_no_effect(aggregation,
     clean, dirty = everything(mask_BT=mask), everything(mask_BT=mask)
     dirty["advantages_B"] = dirty["advantages_B"].clone()
     dirty["advantages_B"][1] = poison
-    outputs = [grpo_loss(**values, config=config) for values in (clean, dirty)]
-    for output in outputs:
-        output.loss.backward()
-    assert torch.equal(outputs[0].loss, outputs[1].loss)
-    assert outputs[0].metrics == outputs[1].metrics
-    assert torch.equal(clean["logprobs_BT"].grad, dirty["logprobs_BT"].grad)
+    assert_same_loss(clean, dirty, config)
 
 
 @pytest.mark.parametrize("aggregation", list(Aggregation))

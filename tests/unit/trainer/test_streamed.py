@@ -247,25 +247,32 @@ def test_parameters_with_equal_scalars_are_stepped_together_and_others_apart(mov
     state.close()
 
 
+@contextmanager
+def full_device(monkeypatch, at, *, stepped):
+    """Have the class's call number `at` end without memory, before or after it has stepped; so ends the block."""
+    step_flat, calls = Planes._step_flat, itertools.count(1)
+
+    def ends(*arguments):
+        is_last = next(calls) == at
+        if is_last and not stepped:
+            out_of_memory()
+        made = step_flat(*arguments)
+        return made if not is_last else out_of_memory()
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(Planes, "_step_flat", ends)
+        yield
+
+
 @pytest.mark.parametrize("kind", ["plain", "remainders"])
 def test_of_a_range_that_has_gone_wrong_within_only_the_rest_is_stepped(kind, mover, monkeypatch):
     """Parameters of one range are several calls of the class on a CPU, and where counts of steps differ."""
     twin, ours = Trained(kind), Trained(kind)
     state = streamed(ours, mover, region_bytes=MIB)
-    step_flat = Planes._step_flat
     for number, ends_at in enumerate((1, 2, 7, 12)):
-        calls = []
-
-        def ends(self, *arguments, calls=calls, ends_at=ends_at):
-            calls.append(1)
-            if len(calls) == ends_at:
-                out_of_memory()
-            return step_flat(self, *arguments)
-
         ours.backward(number)
         twin.step(number)
-        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-            patch.setattr(Planes, "_step_flat", ends)
+        with full_device(monkeypatch, ends_at, stepped=False):
             ours.optimizer.step()
         close_window(state)
         ours.optimizer.step()
@@ -394,19 +401,10 @@ def test_a_step_that_failed_beside_state_that_stays_is_repeated_as_one(
 ):
     twin, ours = Trained(kind), Trained(kind)
     state = streamed(ours, mover, resident_bytes=resident_bytes)
-    step_flat = Planes._step_flat
     for number, ends_at in enumerate((1, 2, 7, 12)):
-        calls = []
-
-        def ends(self, *arguments, calls=calls, ends_at=ends_at):
-            calls.append(1)
-            made = step_flat(self, *arguments)
-            return made if len(calls) != ends_at else out_of_memory()
-
         ours.backward(number)
         twin.step(number)
-        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-            patch.setattr(Planes, "_step_flat", ends)
+        with full_device(monkeypatch, ends_at, stepped=True):
             ours.optimizer.step()
         if leaves and number == 1:
             state.window.resident.begin(O).wait()
