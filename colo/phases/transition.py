@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 
 from colo.config import Offload
 from colo.errors import BudgetError
-from colo.phases.phase import ENGINE_KV_CACHE, NEEDS, Need, Phase, Residency, check_edge, check_move
+from colo.phases.phase import (
+    ENGINE_KV_CACHE,
+    NEEDS,
+    TRAINER_RESIDENT_STATE,
+    Need,
+    Phase,
+    Residency,
+    check_edge,
+    check_move,
+)
 from colo.units import format_bytes
 
 if TYPE_CHECKING:
@@ -252,18 +261,19 @@ def _away_bytes(ledger: Ledger, holdings: list[Holding]) -> int:
 def _cheapest(candidates: list[Holding], needed_bytes: int) -> list[Holding]:
     """Candidates that free `needed_bytes`: discards first, then small offloads, without those made spare later.
 
-    Greedy, so that it may move more bytes than it must. Returns every candidate when they are not enough together.
+    State that stays goes last, since it does so for good. Greedy, so that it may move more bytes than it must. Returns
+    every candidate when they are not enough together.
     """
     chosen: list[Holding] = []
     # by name too, so that ranks with the same ledger choose alike
-    for holding in sorted(candidates, key=lambda h: (h.eviction_cost_bytes, h.name)):
+    for holding in sorted(candidates, key=lambda h: (h.name == TRAINER_RESIDENT_STATE, h.eviction_cost_bytes, h.name)):
         if needed_bytes <= 0:
             break
         chosen.append(holding)
         needed_bytes -= holding.size_bytes
     # An early small choice may have become unnecessary through a later large one.
     surplus_bytes = -needed_bytes
-    for holding in sorted(chosen, key=lambda h: (-h.eviction_cost_bytes, h.name)):
+    for holding in sorted(chosen, key=lambda h: (h.name != TRAINER_RESIDENT_STATE, -h.eviction_cost_bytes, h.name)):
         if holding.size_bytes <= surplus_bytes:
             chosen.remove(holding)
             surplus_bytes -= holding.size_bytes

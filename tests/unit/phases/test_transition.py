@@ -17,6 +17,7 @@ AWAY = {
     "trainer.gradients": O,
     "trainer.optimizer": O,
     "trainer.master_weights": O,
+    "trainer.resident_state": O,
 }
 
 
@@ -68,6 +69,15 @@ def test_an_eviction_that_a_larger_one_makes_unnecessary_is_taken_back():
     ledger = book(weights=(10, R), kv_cache=(50, D), master_weights=(20, R), optimizer=(60, R))
     plan = plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger)
     assert steps_of(plan) == [("offload", "trainer.optimizer"), ("allocate", "engine.kv_cache")]
+
+
+def test_state_that_stays_leaves_last_since_it_does_so_for_good():
+    ledger = book(weights=(20, R), kv_cache=(30, D), gradients=(35, R), resident_state=(30, R))
+    assert steps_of(plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger))[0] == ("offload", "trainer.gradients")
+    for resident_state, leaving in ((10, {"optimizer"}), (40, {"optimizer", "resident_state"})):
+        ledger = book(weights=(20, R), kv_cache=(70, D), optimizer=(40, R), resident_state=(resident_state, R))
+        offloads = {name for action, name in steps_of(plan_transition(Phase.IDLE, Phase.ROLLOUT, ledger))[:-1]}
+        assert offloads == {f"trainer.{name}" for name in leaving}
 
 
 def test_always_offloads_what_would_fit():
