@@ -126,7 +126,7 @@ def _spare_bytes(side: TrainerSide, parts: Parts) -> int:
         working_bytes = max(working_bytes, int(PASS_FRACTION * parts.capacity_bytes))
     # the cache leaves for training where its bytes are needed
     trains = [h for h in side.rollout.after.holdings.values() if h.name != ENGINE_KV_CACHE]
-    held_bytes = sum(h.size_bytes for h in trains if h.residency is not Residency.SHARED)
+    held_bytes = sum(h.size_bytes for h in trains if h.residency is not Residency.SHARED) + side.session.slot_bytes
     return parts.capacity_bytes - max(side.rollout.promised_bytes, held_bytes + working_bytes)
 
 

@@ -226,6 +226,11 @@ class TrainerSession:
         return isinstance(self._state, StreamedState)
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes that the window of streamed state grows by once a part of the state stays on the device."""
+        return self._state.window.slot_bytes if isinstance(self._state, StreamedState) else 0
+
+    @property
     def releases_gradients(self) -> bool:
         """True while backward passes may step, and drop gradients."""
         return self._state.releases

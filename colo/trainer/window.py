@@ -114,6 +114,11 @@ class StateWindow:
         return carved_bytes(self._parts()) + max(windows, default=0)
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot; a window that state stays beside has one more."""
+        return max((carved_bytes(planes.specs) for planes in self._planes if planes.ranges), default=0)
+
+    @property
     def device_bytes(self) -> int:
         """Device bytes held at this moment."""
         region_bytes = self._region.device_bytes if self._region is not None else 0
@@ -228,10 +233,9 @@ class StateWindow:
         # flat memory is shared by all planes, of the largest; each takes a part of it
         elements = max(planes.range_elements for planes in used)
         flat_bytes = max(planes.dtype.itemsize for planes in used) * elements
-        slot_bytes = max(carved_bytes(planes.specs) for planes in used)
         # only bf16 and fp16 weights have masters: 2 bytes each
         weight_bytes = 2 * elements if self._masters else 0
-        slots = (NUM_SLOTS + self._has_resident) * (slot_bytes,)
+        slots = (NUM_SLOTS + self._has_resident) * (self.slot_bytes,)
         return [((n,), torch.uint8) for n in (flat_bytes, flat_bytes, weight_bytes, *slots)]
 
     def _look_at_resident(self) -> None:

@@ -39,13 +39,13 @@ def launch(**settings):
     return runtimes.launch(small_qwen3(num_hidden_layers=4), optimizer=masters, dtype=torch.bfloat16, config=config)
 
 
-def smallest_limit():
+def smallest_limit(kv_bytes=KV_BYTES):
     """Weights, gradients and the window, and beside the weights the KV cache."""
     with launch(optimizer="streamed") as rt:
         weights_bytes = rt.scheduler.segments[ENGINE_WEIGHTS].size_bytes
         window_bytes = rt.scheduler.segments[TRAINER_OPTIMIZER].size_bytes
         assert window_bytes < rt.scheduler.segments[TRAINER_OPTIMIZER].total_bytes / 2
-        return max(2 * weights_bytes + window_bytes, weights_bytes + KV_BYTES)
+        return max(2 * weights_bytes + window_bytes, weights_bytes + kv_bytes)
 
 
 def train(rt, steps, first=0):
@@ -104,6 +104,14 @@ def test_as_much_of_streamed_state_stays_as_both_phases_leave_room_for():
         for phase in (Phase.ROLLOUT, Phase.TRAIN):
             assert 0.85 * limit_bytes < rt.trace.peak_bytes(phase) <= limit_bytes, "the room is used, and no more"
         assert not rt.kept_state and TRAINER_RESIDENT_STATE in str(rt.report())
+
+
+@pytest.mark.parametrize("kv_bytes", [KV_BYTES, KV_BYTES // 8])
+def test_wherever_state_may_be_streamed_a_part_of_it_may_stay(kv_bytes):
+    least_bytes = smallest_limit(kv_bytes)
+    for more_bytes in range(0, KV_BYTES, 20_000):
+        with launch(device_limit_bytes=least_bytes + more_bytes, kv_cache_bytes=kv_bytes) as rt:
+            assert rt.report().facts["optimizer"].startswith("streamed: with the whole of it on the device, ")
 
 
 @pytest.mark.parametrize("phase", [Phase.TRAIN, Phase.ROLLOUT])
