@@ -369,7 +369,8 @@ class StateWindow:
     def _take_resident(self, planes: Planes) -> list[torch.Tensor]:
         """Take parameters whose state stays on the device, the first that there is room for."""
         taken, padding_bytes = [], len(planes.layout) * ALIGNMENT_BYTES
-        for parameter in planes.parameters:
+        # without any state yet nobody knows how much a class that begins to keep some will keep
+        for parameter in planes.parameters if planes.layout else ():
             size_bytes = planes.bytes_of(align_up(local_shard(parameter).numel(), DIGEST_ELEMENTS))
             if padding_bytes + size_bytes <= self._resident_bytes:
                 taken.append(parameter)

@@ -481,6 +481,21 @@ def test_state_that_finds_no_room_to_stay_is_refused_before_a_weight_is_stepped(
     state.close()
 
 
+def test_state_that_a_class_begins_late_stays_on_the_device_no_more_than_it_may(mover):
+    net = model(torch.float32)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    state = StreamedState(optimizer, mover, region_bytes=16 * 1024, resident_bytes=1000)
+    for momentum in (0, 0.9, 0.9):
+        optimizer.param_groups[0]["momentum"] = momentum
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        state.refresh()
+        assert state.window.resident.size_bytes <= 1000
+    assert state.window.host_bytes
+    state.close()
+
+
 # ---- what may go wrong ----------------------------------------------------------------------------------------------
 
 
