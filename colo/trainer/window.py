@@ -245,7 +245,8 @@ class StateWindow:
                 self._let_resident_go()
             return
         staying = [planes for planes in self._planes if planes.stays is not None]
-        self.resident.expected_bytes = sum(planes.parked_bytes for planes in staying)
+        # planes that are made are counted as they are: in the segment, or among what is kept
+        self.resident.expected_bytes = sum(planes.parked_bytes for planes in staying if not planes.slabs)
         self.resident.look(tensor for planes in staying for tensor in planes.tensors_on_device())
 
     def _let_resident_go(self) -> None:

@@ -481,6 +481,22 @@ def test_state_that_finds_no_room_to_stay_is_refused_before_a_weight_is_stepped(
     state.close()
 
 
+@of_planes
+def test_state_that_stays_and_has_a_view_is_counted_once(kind, mover):
+    ours = Trained(kind)
+    state = streamed(ours, mover, resident_bytes=ALL)
+    ours.step(0)
+    state.refresh()
+    whole_bytes = state.window.resident.device_bytes
+    views = [tensor.detach() for planes in state.window._planes for tensor in planes.slabs.values()]
+    state.refresh()
+    assert 0.9 * whole_bytes < state.kept.size_bytes <= whole_bytes and not state.window.resident.size_bytes
+    del views
+    state.refresh()
+    assert state.window.resident.device_bytes == state.window.resident.size_bytes == whole_bytes
+    state.close()
+
+
 def test_state_that_a_class_begins_late_stays_on_the_device_no_more_than_it_may(mover):
     net = model(torch.float32)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
