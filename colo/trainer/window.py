@@ -252,11 +252,12 @@ class StateWindow:
     def _let_resident_go(self) -> None:
         """Leave the tensors of planes on the device to themselves, wherever they are."""
         was_parked = self.resident.residency is Residency.OFFLOADED
-        self.resident.hand_over()
-        self._resident_bytes = self.resident.expected_bytes = 0
-        for planes in self._planes:
-            if was_parked:
-                planes.stays = None
+        with uninterrupted():  # planes that nobody moves back are streamed from now on
+            self.resident.hand_over()
+            self._resident_bytes = self.resident.expected_bytes = 0
+            for planes in self._planes:
+                if was_parked:
+                    planes.stays = None
 
     # ---- what there is to step --------------------------------------------------------------------------------------
 

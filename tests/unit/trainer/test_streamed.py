@@ -523,6 +523,27 @@ def press_ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
 
 
+@of_planes
+def test_an_interrupt_as_state_that_stayed_has_left_lets_it_be_streamed(kind, mover, monkeypatch):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, resident_bytes=ALL)
+    for trained in (twin, ours):
+        trained.step(0)
+    state.refresh()
+    resident = state.window.resident
+    resident.begin(O).wait()
+    hand_over = resident.hand_over
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(resident, "hand_over", lambda: (hand_over(), press_ctrl_c()))
+        ours.step(1)
+    for trained in (twin, ours):
+        trained.step(1)
+    state.refresh()
+    assert_same(ours, twin)
+    assert resident.size_bytes == 0 and state.window.host_bytes >= state.window.total_bytes
+    state.close()
+
+
 @of_buckets
 @pytest.mark.parametrize("ends_at", [1, 2, 4])
 @pytest.mark.parametrize("is_parked", [False, True])
