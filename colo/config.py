@@ -151,12 +151,6 @@ class RuntimeConfig:
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.release_gradients and self.optimizer is OptimizerState.RESIDENT:
             raise ValueError('release_gradients=True steps a streamed optimizer: leave out optimizer="resident"')
-        contrary = (("offload", Offload.ALWAYS), ("offload", Offload.NEVER), ("optimizer", OptimizerState.RESIDENT))
-        for name, value in contrary if self.resident_state_bytes else ():
-            if getattr(self, name) is value:
-                raise ValueError(
-                    f'resident_state_bytes keeps a part of streamed state on the device: leave out {name}="{value}"'
-                )
         if self.release_gradients and self.accumulation_steps != 1:
             raise ValueError(
                 f"release_gradients=True steps in every backward pass: accumulation_steps must be 1, not "
@@ -183,6 +177,12 @@ class RuntimeConfig:
         for name in ("device_reserve_bytes", "train_working_bytes", "mismatch_sequences", "resident_state_bytes"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        contrary = (("offload", Offload.ALWAYS), ("offload", Offload.NEVER), ("optimizer", OptimizerState.RESIDENT))
+        for name, value in contrary if self.resident_state_bytes else ():
+            if getattr(self, name) is value:
+                raise ValueError(
+                    f'resident_state_bytes keeps a part of streamed state on the device: leave out {name}="{value}"'
+                )
         for name, least in (("region_bytes", 256), ("chunk_bytes", 4096), ("accumulation_steps", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}")

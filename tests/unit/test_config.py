@@ -64,6 +64,14 @@ def test_bytes_are_whole_numbers(value):
         RuntimeConfig(device_limit_bytes=value)
 
 
+@pytest.mark.parametrize(("value", "what"), [("much", "cannot read 'much'"), (-1, "must not be negative")])
+def test_a_share_of_the_state_is_read_before_it_is_compared(value, what):
+    for none in (0, "0", None):
+        assert not RuntimeConfig(resident_state_bytes=none, offload="always").resident_state_bytes
+    with pytest.raises(ValueError, match=f"resident_state_bytes:? {what}"):
+        RuntimeConfig(resident_state_bytes=value, offload="always")
+
+
 SIZES = [f.name for f in fields(RuntimeConfig) if f.name.endswith("_bytes")]
 
 
