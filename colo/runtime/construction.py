@@ -21,6 +21,7 @@ from colo.phases.phase import (
     ENGINE_KV_CACHE,
     TRAINER_ADAPTER,
     TRAINER_BASE,
+    TRAINER_GRADIENTS,
     TRAINER_PARAMETERS,
     TRAINER_RESIDENT_STATE,
     FixedSegment,
@@ -108,26 +109,32 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
 
 def _streamed(parts: Parts, events: TrainerEvents, why: str) -> TrainerSide:
     """Plan with streamed state, as much of which stays on the device as both phases leave room for."""
-    side = _planned(parts, events, why, streamed=True, resident_bytes=parts.config.resident_state_bytes)
-    if parts.config.resident_state_bytes is not None or parts.config.offload is not Offload.AUTO:
-        return side
-    resident_bytes = max(0, _spare_bytes(side, parts))
-    if not parts.transport.source.ranks.any(resident_bytes > 0, "choosing how much of the state stays"):
-        return side
-    side.session.close()
+    resident_bytes = parts.config.resident_state_bytes
+    if resident_bytes is None and parts.config.offload is Offload.AUTO:
+        resident_bytes = _spare_bytes(parts, events)
     return _planned(parts, events, why, streamed=True, resident_bytes=resident_bytes)
 
 
-def _spare_bytes(side: TrainerSide, parts: Parts) -> int:
-    """Bytes that neither phase uses, with room for a training pass."""
-    scheduler = side.scheduler
+def _spare_bytes(parts: Parts, events: TrainerEvents) -> int:
+    """Bytes of the device that neither phase uses where all state is streamed, with room for a training pass.
+
+    Not by a plan: the host may have no room for all of the state.
+    """
+    session = _session(parts, events, streamed=True)
+    try:
+        scheduler = make_scheduler(parts, session)
+        holdings = scheduler.ledger().holdings
+        slot_bytes = session.slot_bytes
+    finally:
+        session.close()
     working_bytes = max(scheduler.working_bytes.values())
     if parts.config.device_limit_bytes is None:
         working_bytes = max(working_bytes, int(PASS_FRACTION * parts.capacity_bytes))
+    sizes = {h.name: h.size_bytes for h in holdings.values() if h.residency is not Residency.SHARED}
+    rollout_bytes = sum(sizes.values()) - sum(sizes[name] for name in (*LATE, TRAINER_GRADIENTS))
     # the cache leaves for training where its bytes are needed
-    trains = [h for h in side.rollout.after.holdings.values() if h.name != ENGINE_KV_CACHE]
-    held_bytes = sum(h.size_bytes for h in trains if h.residency is not Residency.SHARED) + side.session.slot_bytes
-    return parts.capacity_bytes - max(side.rollout.promised_bytes, held_bytes + working_bytes)
+    train_bytes = sum(sizes.values()) - sizes[ENGINE_KV_CACHE] + slot_bytes + working_bytes
+    return max(0, parts.capacity_bytes - max(rollout_bytes, train_bytes))
 
 
 def _attempt(parts: Parts, events: TrainerEvents) -> TrainerSide | str:
@@ -174,17 +181,7 @@ def _side(
     resident_bytes: int | None = None,
 ) -> TrainerSide:
     """Make a session and plan both phases with it; closes it where they do not fit."""
-    session = TrainerSession(
-        parts.optimizer,
-        parts.mover,
-        region_bytes=parts.config.region_bytes,
-        events=events,
-        sharded_modules=parts.transport.source.outermost_sharded(),
-        model=parts.model,
-        streamed=streamed,
-        release_gradients=parts.config.release_gradients,
-        resident_bytes=resident_bytes or 0,
-    )
+    session = _session(parts, events, streamed=streamed, resident_bytes=resident_bytes or 0)
     try:
         scheduler = make_scheduler(parts, session)
         with planning:
@@ -193,6 +190,20 @@ def _side(
         # the session has hooked the optimizer: without a runtime every step would call into nothing
         session.close()
         raise
+
+
+def _session(parts: Parts, events: TrainerEvents, *, streamed: bool, resident_bytes: int = 0) -> TrainerSession:
+    return TrainerSession(
+        parts.optimizer,
+        parts.mover,
+        region_bytes=parts.config.region_bytes,
+        events=events,
+        sharded_modules=parts.transport.source.outermost_sharded(),
+        model=parts.model,
+        streamed=streamed,
+        release_gradients=parts.config.release_gradients,
+        resident_bytes=resident_bytes,
+    )
 
 
 def make_scheduler(parts: Parts, session: TrainerSession) -> Scheduler:

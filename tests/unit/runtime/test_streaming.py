@@ -33,10 +33,12 @@ def masters(params):
     return MasterWeights(lambda given: torch.optim.AdamW(given, lr=1e-2, weight_decay=0.1))(params)
 
 
-def launch(**settings):
+def launch(*, layers=4, **settings):
     torch.manual_seed(0)
     config = RuntimeConfig(**{"kv_cache_bytes": KV_BYTES, "region_bytes": BUCKET_BYTES} | settings)
-    return runtimes.launch(small_qwen3(num_hidden_layers=4), optimizer=masters, dtype=torch.bfloat16, config=config)
+    return runtimes.launch(
+        small_qwen3(num_hidden_layers=layers), optimizer=masters, dtype=torch.bfloat16, config=config
+    )
 
 
 def smallest_limit(kv_bytes=KV_BYTES):
@@ -112,6 +114,18 @@ def test_wherever_state_may_be_streamed_a_part_of_it_may_stay(kv_bytes):
     for more_bytes in range(0, KV_BYTES, 20_000):
         with launch(device_limit_bytes=least_bytes + more_bytes, kv_cache_bytes=kv_bytes) as rt:
             assert rt.report().facts["optimizer"].startswith("streamed: with the whole of it on the device, ")
+
+
+def test_a_host_without_room_for_all_of_the_state_has_room_for_what_does_not_stay():
+    with launch(layers=48, optimizer="streamed") as rt:
+        state_bytes = rt.scheduler.segments[TRAINER_OPTIMIZER].total_bytes
+        weights_bytes = rt.scheduler.segments[ENGINE_WEIGHTS].size_bytes
+    limits = {"device_limit_bytes": 2 * weights_bytes + state_bytes // 2, "host_limit_bytes": state_bytes * 4 // 5}
+    with launch(layers=48, **limits) as rt:
+        train(rt, 3)
+        assert rt.scheduler.segments[TRAINER_RESIDENT_STATE].device_bytes > state_bytes // 3
+    with pytest.raises(BudgetError, match="the host arena"):
+        launch(layers=48, **limits, resident_state_bytes=0)
 
 
 @pytest.mark.parametrize("phase", [Phase.TRAIN, Phase.ROLLOUT])
