@@ -33,7 +33,7 @@ _COPY_BYTES = 256 * MIB
 _STEPS = 5
 
 
-def run(record: Record, *, shape: str, device: str, ranges: tuple[int, ...], resident_state: int | None) -> None:
+def run(record: Record, *, shape: str, device: str, ranges: tuple[int, ...], resident_state: int | None = None) -> None:
     """Measure steps with ranges of each size in MiB, then training; see the module's docstring."""
     target = torch.device(device)
     unit = MIB if target.type == "cuda" else KIB
