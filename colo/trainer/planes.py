@@ -206,10 +206,9 @@ class Planes:
         return sum(self.count(name, elements) * dtype.itemsize for name, dtype in self.layout.items())
 
     @property
-    def parked_bytes(self) -> int:
-        """Bytes of all planes as tensors that are parked."""
-        sizes = (self.count(name, self._num_elements) * dtype.itemsize for name, dtype in self.layout.items())
-        return sum(align_up(size, ALIGNMENT_BYTES) for size in sizes)
+    def padding_bytes(self) -> int:
+        """Bytes that all planes take beside theirs, at the most, where each is parked as a tensor of its own."""
+        return len(self.layout) * ALIGNMENT_BYTES
 
     @property
     def host_bytes(self) -> int:

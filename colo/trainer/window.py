@@ -27,7 +27,7 @@ from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept, Parking
 from colo.memory.probe import free_device_bytes
-from colo.memory.region import ALIGNMENT_BYTES, Region, allocate_region, carve, carved_bytes
+from colo.memory.region import Region, allocate_region, carve, carved_bytes
 from colo.memory.storage import local_bytes, local_shard, storage_key
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_OPTIMIZER, TRAINER_RESIDENT_STATE, Done, Move, Residency, check_move
@@ -246,7 +246,8 @@ class StateWindow:
             return
         staying = [planes for planes in self._planes if planes.stays is not None]
         # planes that are made are counted as they are: in the segment, or among what is kept
-        self.resident.expected_bytes = sum(planes.parked_bytes for planes in staying if not planes.slabs)
+        missing = [planes.total_bytes + planes.padding_bytes for planes in staying if not planes.slabs]
+        self.resident.expected_bytes = sum(missing)
         self.resident.look(tensor for planes in staying for tensor in planes.tensors_on_device())
 
     def _let_resident_go(self) -> None:
@@ -312,8 +313,9 @@ class StateWindow:
         if any(numbers.get(id(p)) != planes.group for planes in self._planes for p in planes.parameters):
             raise Unsupported(REGROUPED)
         self._extend()
-        self.resident.settle()
-        self._look_at_resident()
+        if self.resident.residency is Residency.OFFLOADED:
+            self.resident.settle()
+            self._let_resident_go()
         with torch.no_grad():
             # state that the loop has loaded goes into the planes before its scalars are compared
             for planes in self._planes:
@@ -370,7 +372,7 @@ class StateWindow:
 
     def _take_resident(self, planes: Planes) -> list[torch.Tensor]:
         """Take parameters whose state stays on the device, the first that there is room for."""
-        taken, padding_bytes = [], len(planes.layout) * ALIGNMENT_BYTES
+        taken, padding_bytes = [], planes.padding_bytes
         # without any state yet nobody knows how much a class that begins to keep some will keep
         for parameter in planes.parameters if planes.layout else ():
             size_bytes = planes.bytes_of(align_up(local_shard(parameter).numel(), DIGEST_ELEMENTS))

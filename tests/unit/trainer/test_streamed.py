@@ -264,17 +264,28 @@ def full_device(monkeypatch, at, *, stepped):
         yield
 
 
-@pytest.mark.parametrize("kind", ["plain", "remainders"])
-def test_of_a_range_that_has_gone_wrong_within_only_the_rest_is_stepped(kind, mover, monkeypatch):
+SOME, ALL = 20_000, MIB  # of the state, that stays on the device
+
+
+@of_planes
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("resident_bytes", [0, SOME, ALL])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_of_a_range_that_has_gone_wrong_within_only_the_rest_is_stepped(
+    kind, stepped, resident_bytes, leaves, mover, monkeypatch
+):
     """Parameters of one range are several calls of the class on a CPU, and where counts of steps differ."""
     twin, ours = Trained(kind), Trained(kind)
-    state = streamed(ours, mover, region_bytes=MIB)
+    state = streamed(ours, mover, resident_bytes=resident_bytes, **({} if resident_bytes else {"region_bytes": MIB}))
     for number, ends_at in enumerate((1, 2, 7, 12)):
         ours.backward(number)
         twin.step(number)
-        with full_device(monkeypatch, ends_at, stepped=False):
+        with full_device(monkeypatch, ends_at, stepped=stepped):
             ours.optimizer.step()
-        close_window(state)
+        if leaves and number == 1:
+            state.window.resident.begin(O).wait()
+        if leaves or not resident_bytes:
+            close_window(state)
         ours.optimizer.step()
         assert_same(ours, twin)
     state.close()
@@ -333,7 +344,6 @@ def test_nothing_grows_over_a_hundred_steps(mover):
 
 # ---- state that stays on the device ---------------------------------------------------------------------------------
 
-SOME, ALL = 20_000, MIB
 stays = pytest.mark.parametrize("resident_bytes", [SOME, ALL])
 
 
@@ -390,26 +400,6 @@ def test_state_that_stays_waits_for_copies_and_they_for_it(kind, resident_bytes,
         assert_same(ours, twin)
         if number == 2:
             state.window.resident.begin(O)
-    state.close()
-
-
-@of_planes
-@stays
-@pytest.mark.parametrize("leaves", [True, False])
-def test_a_step_that_failed_beside_state_that_stays_is_repeated_as_one(
-    kind, resident_bytes, leaves, mover, monkeypatch
-):
-    twin, ours = Trained(kind), Trained(kind)
-    state = streamed(ours, mover, resident_bytes=resident_bytes)
-    for number, ends_at in enumerate((1, 2, 7, 12)):
-        ours.backward(number)
-        twin.step(number)
-        with full_device(monkeypatch, ends_at, stepped=True):
-            ours.optimizer.step()
-        if leaves and number == 1:
-            state.window.resident.begin(O).wait()
-        ours.optimizer.step()
-        assert_same(ours, twin)
     state.close()
 
 
