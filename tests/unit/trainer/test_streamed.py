@@ -292,15 +292,19 @@ def test_of_a_range_that_has_gone_wrong_within_only_the_rest_is_stepped(
 
 
 @kinds
-@pytest.mark.parametrize("region_bytes", [1, 9_000, MIB])
-def test_a_step_waits_for_its_copies_and_they_for_it(kind, region_bytes, mover, late):
+@pytest.mark.parametrize(
+    ("region_bytes", "resident_bytes"), [(1, 0), (9_000, 0), (MIB, 0), (9_000, SOME), (16 * 1024, SOME), (MIB, ALL)]
+)
+def test_a_step_waits_for_its_copies_and_they_for_it(kind, region_bytes, resident_bytes, mover, late):
     twin, ours = Trained(kind), Trained(kind)
-    state = streamed(ours, mover, region_bytes=region_bytes)
+    state = streamed(ours, mover, region_bytes=region_bytes, resident_bytes=resident_bytes)
     late(state)
     for number in range(4):
         for trained in (twin, ours):
             trained.step(number)
         assert_same(ours, twin)
+        if number == 2:
+            state.window.resident.begin(O)
     close_window(state)
     state.close()
 
@@ -386,21 +390,6 @@ def test_state_that_stays_is_stepped_like_the_rest_until_it_has_left_and_afterwa
     del state, objects, resident, move
     gc.collect()
     assert mover.arena.used_bytes == 0
-
-
-@of_planes
-@stays
-def test_state_that_stays_waits_for_copies_and_they_for_it(kind, resident_bytes, mover, late):
-    twin, ours = Trained(kind), Trained(kind)
-    state = streamed(ours, mover, resident_bytes=resident_bytes)
-    late(state)
-    for number in range(4):
-        for trained in (twin, ours):
-            trained.step(number)
-        assert_same(ours, twin)
-        if number == 2:
-            state.window.resident.begin(O)
-    state.close()
 
 
 @of_planes
