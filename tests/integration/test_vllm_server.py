@@ -1,4 +1,4 @@
-"""A vLLM server of the user's own on a CPU: its four weight-transfer calls by hand, and `colo.connect`."""
+"""A vLLM server of the user's own on a CPU: its four weight-transfer calls, and `colo.connect`."""
 
 import copy
 import itertools
@@ -34,12 +34,11 @@ from colo.engines.vllm.wire import (
     TakeSlices,
 )
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
-from colo.memory.share import Exported, spec_of
+from colo.memory.share import spec_of
 from colo.memory.specs import Manifest
 from colo.runtime.carried import Carried
 from colo.units import MIB
 from colo.weights.meeting import GroupEnd
-from colo.weights.transports.buffer import SenderBuffer
 from colo.weights.transports.remote import Taken
 from tests.integration.vllm_server import FLAGS, Server
 from tests.unit.runtime.test_carried import recomputed, sampled_at
@@ -78,12 +77,7 @@ def model(tiny, randomize):
     return randomize(AutoModelForCausalLM.from_config(tiny(), dtype=torch.float32))
 
 
-# ---- the four calls by hand -----------------------------------------------------------------------------------------
-
-
-def described(tensors):
-    specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
-    return [spec.to_wire() for spec in specs], Manifest(specs=specs)
+# ---- the four calls -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -104,42 +98,6 @@ class Sampled:
     def __init__(self, choice):
         self.prompt_token_ids, self.token_ids = tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])
         self.logprobs = choice["logprobs"]["token_logprobs"]
-
-
-def test_weights_arrive_out_of_the_trainers_memory_by_the_four_calls(server, model, completes, randomize):
-    tensors = dict(model.named_parameters())
-    specs, manifest = described(tensors)
-    assert completes(model) > CLOSE
-    exported = Exported(tensors)
-    server.init("bind", tensors=specs, exported=exported.wire)
-    for version in range(2):
-        randomize(model, seed=version)
-        server.post("/pause")
-        server.post("/start_weight_update")
-        server.update("begin", version=version, digest=manifest.digest)
-        server.update("copy")
-        server.update("finish")
-        server.post("/finish_weight_update")
-        server.post("/resume")
-        assert completes(model) < CLOSE
-    server.init("release")
-    exported.close()
-
-
-def test_weights_arrive_through_a_buffer_by_the_four_calls(server, model, completes):
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    specs, manifest = described(tensors)
-    assert completes(model) > CLOSE
-    with Staged(server, specs, manifest) as staged:
-        server.post("/start_weight_update")
-        server.update("begin", version=1, digest=manifest.digest)
-        checksums = []
-        for index in staged.indices:
-            checksums.append(staged.fill(index, tensors))
-            server.update("copy", group=index)
-        server.update("finish", checksums=checksums)
-        server.post("/finish_weight_update")
-    assert completes(model) < CLOSE
 
 
 def test_slices_arrive_from_vllms_own_trainer_engine(server, model, completes, randomize):
@@ -176,75 +134,22 @@ def test_slices_arrive_from_vllms_own_trainer_engine(server, model, completes, r
     sender.shutdown()
 
 
-class Staged:
-    """A buffer with a quarter of the weights in each half, whose turns the calls are."""
-
-    def __init__(self, server, specs, manifest):
-        self.server = server
-        half_bytes = -(-manifest.total_bytes // 1024) * 256
-        self.buffer = SenderBuffer(manifest.specs, torch.device("cpu"), half_bytes=half_bytes, readers=1)
-        self.indices = range(len(self.buffer.groups))
-        server.init("bind", tensors=specs)
-        server.init("stage", **(self.buffer.describe() | {"turns": None}))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.server.init("release")
-        self.buffer.close()
-
-    def fill(self, index, tensors):
-        """Put a group in its half; the checksums of its pieces."""
-        self.buffer._fill(index, tensors)
-        return list(self.buffer._digest(index).sums.values())
-
-
-def test_what_is_wrong_with_an_update_reaches_the_client_in_words(server, model):
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    specs, manifest = described(tensors)
-    with Staged(server, specs, manifest) as staged:
+def test_what_is_wrong_with_an_update_reaches_the_client_in_words(server):
+    wrong = {
+        "collect": "'collect' is no step of this call, which takes begin_slices, take_slices",
+        "begin_slices": "no slices have been planned with this worker",
+        "accept_slices": "no slices have been received in this update",
+        "abandon_slices": "the trainer has given the update up",
+    }
+    for step, words in wrong.items():
         server.post("/start_weight_update")
-        assert "version 1 consists of other tensors (digest 0123" in server.fails("begin", version=1, digest="0123")
-        server.post("/start_weight_update")
-        server.update("begin", version=1, digest=manifest.digest)
-        staged.fill(0, tensors)
-        server.update("copy", group=0)
-        assert "did not arrive as its manifest says" in server.fails("finish")
-        server.post("/start_weight_update")
-        server.update("begin", version=1, digest=manifest.digest)
-        checksums = []
-        for index in staged.indices:
-            checksums.append(staged.fill(index, tensors))
-            for _ in range(2 if index == 1 else 1):
-                server.update("copy", group=index)
-        assert "doubled: " in server.fails("finish", checksums=checksums)
-        server.post("/start_weight_update")
-        server.update("begin", version=1, digest=manifest.digest)
-        checksums = []
-        for index in staged.indices:
-            checksums.append(staged.fill(index, tensors))
-            staged.buffer._halves[index % 2][5] ^= index == 1
-            server.update("copy", group=index)
-        hit = staged.buffer.groups[1][0].name
-        assert f"differ from what was sent, {hit} for one" in server.fails("finish", checksums=checksums)
-        server.post("/start_weight_update")
-        assert "'collect' is no step of this call, which takes begin, copy" in server.fails("collect")
-        server.post("/start_weight_update")
-        assert "unexpected keyword argument 'number'" in server.fails("copy", number=0)
-        server.post("/start_weight_update")
-        status, text = server.ask("/finish_weight_update")
-        assert status == 500 and "no finish step has attested" in text
-        server.fails("collect")  # which ends it
+        assert words in server.fails(step)
     server.post("/start_weight_update")
-    assert "nothing was described yet" in server.fails("begin", version=1, digest=manifest.digest)
-
-
-def test_weights_that_do_not_fit_the_model_are_refused_when_they_are_described(server, model):
-    parameters, _ = described(dict(model.named_parameters()))
-    info = {"step": "bind", "arguments": {"tensors": parameters[:-1]}}
-    status, text = server.ask("/init_weight_transfer_engine", {"init_info": info})
-    assert status == 500 and parameters[-1]["name"] in text
+    assert "unexpected keyword argument 'number'" in server.fails("take_slices", number=0)
+    server.post("/start_weight_update")
+    status, text = server.ask("/finish_weight_update")
+    assert status == 500 and "no accept_slices has attested" in text
+    server.fails("collect")  # which ends it
 
 
 # ---- colo.connect ---------------------------------------------------------------------------------------------------
@@ -371,7 +276,7 @@ def test_another_digest_is_refused_by_the_workers_with_the_kind_of_the_error(sha
 
 def test_an_update_that_nobody_has_ended_does_not_block_the_next_one(share, prompts, mismatch):
     rt = share()
-    _, manifest = described(dict(rt.model.named_parameters()))
+    manifest = Manifest(specs=tuple(spec_of(name, parameter) for name, parameter in rt.model.named_parameters()))
     rt.engine.pause()
     rt.engine.receive("begin", version=0, digest=manifest.digest)
     train_step(rt)
@@ -809,12 +714,9 @@ def packing(folder):
 
 
 def test_weights_that_cannot_be_copied_go_through_vllms_own_loader(packing, model, prompts, mismatch):
-    parameters, _ = described(dict(model.named_parameters()))
-    info = {"step": "bind", "arguments": {"tensors": parameters}}
-    status, text = packing.ask("/init_weight_transfer_engine", {"init_info": info})
-    assert status == 500 and "vLLM packs its weights on a CPU: start the engine with load_format='colo'" in text
     with colo.share(colo.connect(packing.url, deadline_s=DEADLINE_S), model, AdamW(model.parameters(), lr=1e-2)) as rt:
-        assert rt.transport.name == "local" and "vLLM packs its weights" in rt.transport.reason
+        assert rt.transport.name == "local"
+        assert "vLLM packs its weights on a CPU: start the engine with load_format='colo'" in rt.transport.reason
         for _ in range(2):
             assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
             train_step(rt)

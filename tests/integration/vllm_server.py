@@ -70,12 +70,6 @@ class Server:
         answer = self.http.post(path, json=body)
         return answer.status_code, answer.text
 
-    def init(self, step, **arguments):
-        return self.post("/init_weight_transfer_engine", {"init_info": {"step": step, "arguments": arguments}})
-
-    def update(self, step, **arguments):
-        return self.post("/update_weights", {"update_info": {"step": step, "arguments": arguments}})
-
     def fails(self, step, **arguments):
         """The words of a step of an update that fails."""
         status, text = self.ask("/update_weights", {"update_info": {"step": step, "arguments": arguments}})

@@ -267,14 +267,14 @@ class ReaderBuffer:
         *,
         slab: Description,
         groups: Sequence[Sequence[Mapping[str, Any]]],
-        turns: Description | None = None,
-        readers: int = 1,
+        turns: Description,
+        readers: int,
         number: int = 0,
         events: Sequence[Sequence[str]] = (),
         copied: bool = False,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """Map what `SenderBuffer.describe` describes, as worker `number`; without `turns` whoever calls takes turns.
+        """Map what `SenderBuffer.describe` describes, as worker `number`.
 
         Raises: `TransferError` for memory that cannot be mapped, and for pieces of unknown tensors or without room.
         """
@@ -282,11 +282,10 @@ class ReaderBuffer:
         self._window = MappedBuffer(slab, device, copied=copied)
         self._device = device
         self._half_bytes = self._window.bytes.numel() // 2
-        self._turns = open_shared_memory(turns, _CPU).view(torch.int64).numpy() if turns is not None else None
-        self._sender = Path(f"/proc/{turns['pid']}") if turns is not None else None
+        self._turns = open_shared_memory(turns, _CPU).view(torch.int64).numpy()
+        self._sender = Path(f"/proc/{turns['pid']}")
         self._place = _FIRST_READER + number % readers  # a replica's workers are numbered after those of others
-        if self._turns is not None:
-            self._claim(self._place + readers)
+        self._claim(self._place + readers)
         self._deadline_s = deadline_s
         self._events = [
             [torch.cuda.Event.from_ipc_handle(device, bytes.fromhex(handle)) for handle in pair] for pair in events
@@ -314,18 +313,15 @@ class ReaderBuffer:
                 self._events[index % 2][1].record(stream)
             else:
                 wait_for_queued(self._device)
-            if self._turns is not None:
-                _fence()
-                self._turns[self._place] = index + 1
+            _fence()
+            self._turns[self._place] = index + 1
         except BaseException:
-            if self._turns is not None:
-                self._turns[_STOPPED] = _BY_READER
+            self._turns[_STOPPED] = _BY_READER
             raise
         return True
 
     def _claim(self, place: int) -> None:
         """Raise `TransferError` where another worker counts at the same place: a half would be filled too early."""
-        assert self._turns is not None
         other = int(self._turns[place])
         if other not in (0, os.getpid()) and Path(f"/proc/{other}").exists():
             raise TransferError(
@@ -335,13 +331,10 @@ class ReaderBuffer:
         self._turns[place] = os.getpid()
 
     def _wait_filled(self, count: int) -> bool:
-        if self._turns is None:
-            return True
         turns, sender, give_up_s, reason = self._turns, self._sender, time.monotonic() + self._deadline_s, None
 
         def gives_up() -> bool:
             nonlocal reason
-            assert sender is not None
             if turns[_STOPPED]:
                 reason = "has stopped"
             elif not sender.exists():

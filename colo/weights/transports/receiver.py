@@ -70,8 +70,7 @@ class Receiver:
     def stage(self, **buffer: Any) -> None:
         """Map the buffer that groups arrive in, from the arguments of `SenderBuffer.describe`.
 
-        Without `turns` each group is copied by a call of its own, once the sender has filled it. Raises: as
-        `ReaderBuffer`; `Unsupported` for a tensor with gaps, which cannot be put together from pieces.
+        Raises: as `ReaderBuffer`; `Unsupported` for a tensor with gaps, which cannot be put together from pieces.
         """
         plan = self._bound()
         dtypes = {name: dtype for name, (dtype, _) in plan.sources.items()}
@@ -97,15 +96,12 @@ class Receiver:
         self._update = _Update(version)
 
     @torch.no_grad()
-    def copy(self, *, verify: bool, group: int | None = None) -> None:
-        """Copy everything, each group of a buffer in its turn, or the one `group`.
-
-        Raises: as `ReaderBuffer.take`.
-        """
+    def copy(self, *, verify: bool) -> None:
+        """Copy everything, each group of a buffer in its turn. Raises: as `ReaderBuffer.take`."""
         self._bound()
         if not self._groups:
             raise TransferError("no memory of the sender is mapped: describe it first")
-        for index in range(len(self._groups)) if group is None else [group]:
+        for index in range(len(self._groups)):
             if self._buffer is None:
                 self._copy(index, verify=verify)
             elif not self._buffer.take(index, lambda: self._copy(index, verify=verify)):  # noqa: B023 - called at once

@@ -28,7 +28,6 @@ from colo.memory.storage import storage_key
 from colo.weights.meeting import Meeting, store_of
 from colo.weights.packed import BITSANDBYTES, PackedWeight, refuse_quantized
 from colo.weights.sources.names import checkpoint_views
-from colo.weights.transports.receiver import Receiver, run_step
 from colo.weights.transports.remote import PlanWords, SliceTarget
 
 
@@ -335,46 +334,28 @@ class SliceSteps:
         return self._target
 
 
-# ---- a trainer's weights through vLLM's own four calls: the weight-transfer backend `colo` ---------------------------
+# ---- slices through vLLM's own four calls: the weight-transfer backend `colo` ----------------------------------------
 
 #   vllm serve MODEL --host 127.0.0.1 --load-format colo --weight-transfer-config '{"backend": "colo"}'
 #
-#   init_weight_transfer_engine {"init_info":   {"step": "bind", "arguments": {...}}}    what will be sent
-#                               {"init_info":   {"step": "stage", "arguments": {...}}}   where groups arrive, if any do
-#   start_weight_update
-#   update_weights              {"update_info": {"step": "begin", "arguments": {...}}}
-#                               {"update_info": {"step": "copy", ...}}                   all, or a "group" of a buffer
-#                               {"update_info": {"step": "finish", "arguments": {...}}}
-#   finish_weight_update                                                                 fails unless finish attested
-#
-# Steps and arguments are those of `Receiver`, in JSON; errors come back, and nothing else. A step that fails ends the
-# update. Pause generation before, reset the prefix cache after. `colo.connect` does without all this.
-#
-# Other steps take slices from the ranks of a trainer elsewhere: colo/engines/vllm/trainer.py sends them.
+# colo/engines/vllm/trainer.py sends the steps, those of `SliceSteps`, in JSON; errors come back, and nothing else. A
+# step that fails ends the update. `colo.connect` does without all this.
 
-_INIT_STEPS = ("bind", "stage", "release")
-_UPDATE_STEPS = ("begin", "copy", "finish")
-_INIT_SLICES = ("list_slices", "plan_slices", "meet_for_slices")
-_UPDATE_SLICES = ("begin_slices", "take_slices", "sum_slices", "accept_slices", "abandon_slices")
+_INIT_STEPS = ("list_slices", "plan_slices", "meet_for_slices", "release")
+_UPDATE_STEPS = ("begin_slices", "take_slices", "sum_slices", "accept_slices", "abandon_slices")
 _ANSWER_S = 60.0
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "bind": {"model_type": None},
-    "copy": {"verify": True},
-    "finish": {"checksums": None},
-}
-"""Arguments that a client may leave out."""
 
 
 @dataclass
 class TransferStep(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM ships no types for mypy
-    """A step of `Receiver`, or of slices."""
+    """A step of `SliceSteps`, or the end of an update."""
 
     step: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
-    """A worker's end of the four calls. One `Receiver` does the work."""
+    """A worker's end of the four calls. `SliceSteps` do the work."""
 
     init_info_cls = TransferStep
     update_info_cls = TransferStep
@@ -383,22 +364,13 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         parallel = self.parallel_config
-        number = parallel.data_parallel_rank * parallel.world_size + parallel.rank
-        self._receiver = Receiver(self.device, self._record, number=number)
-        self._slices, self._number = SliceSteps(self.device, self._record, number), number
+        self._number = parallel.data_parallel_rank * parallel.world_size + parallel.rank
+        self._slices = SliceSteps(self.device, self._record, self._number)
         self._attested = self._has_taken = False
 
     def init_transfer_engine(self, init_info: TransferStep) -> None:
-        """Run a step outside an update. Raises: `Unsupported` from `bind` for a model that cannot be copied to."""
-        if init_info.step in _INIT_SLICES:
-            self._run_slices(init_info)
-            return
-        if init_info.step == "release":
-            self._slices.release()
-        bound = self._run(init_info, _INIT_STEPS)
-        if init_info.step == "bind" and bound["fallbacks"]:
-            name, why = next(iter(bound["fallbacks"].items()))
-            raise Unsupported(f"{name} cannot be copied: {why}")
+        """Run a step outside an update. Raises: what is wrong with it."""
+        self._run(init_info, _INIT_STEPS)
 
     def start_weight_update(self) -> None:
         """Check that there is memory to write to. Raises: `PhaseError` while the weights are asleep."""
@@ -409,31 +381,26 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
             raise PhaseError("the engine's weights are asleep: wake them before an update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Run a step of an update. Does not wait for the device, unlike vLLM's own engines: `finish` does."""
+        """Run a step of an update. Does not wait for the device, unlike vLLM's own engines: `take_slices` does."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: TransferStep) -> None:
         """Run a step of an update. Raises: what is wrong with it; vLLM ends the update then."""
-        # a step after `finish` writes again: only the last may attest
+        # a step after `accept_slices` may write again: only the last may attest
         self._attested = False
-        if update_info.step in _UPDATE_SLICES:
-            self._run_slices(update_info)
-        else:
-            self._run(update_info, _UPDATE_STEPS)
-        self._attested = update_info.step in ("finish", "accept_slices")
+        self._run(update_info, _UPDATE_STEPS)
+        self._attested = update_info.step == "accept_slices"
 
     def finish_weight_update(self) -> None:
         """End an update. Raises: `TransferError` unless its last step has attested what is in the engine."""
         attested, self._attested = self._attested, False
         if not attested:
             raise TransferError(
-                "the update is not complete: no finish step has attested what the engine holds. Send what is missing, "
-                "or start again"
+                "the update is not complete: no accept_slices has attested what the engine holds. Send all of it again"
             )
 
     def shutdown(self) -> None:
-        """Let go of the sender's memory, and of the group with its ranks."""
-        self._receiver.release()
+        """Let go of the group with the sender's ranks."""
         self._slices.release()
 
     @staticmethod
@@ -441,7 +408,9 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         """Refuse (vLLM 0.26 asks for this; 0.30 does not)."""
         raise Unsupported("the trainer's end of this backend is colo.connect(url), passed to colo.share")
 
-    def _run_slices(self, asked: TransferStep) -> None:
+    def _run(self, asked: TransferStep, steps: tuple[str, ...]) -> None:
+        if asked.step not in steps:
+            raise TransferError(f"{asked.step!r} is no step of this call, which takes {', '.join(steps)}")
         has_taken, self._has_taken = self._has_taken, False
         if asked.step == "abandon_slices":  # vLLM ends an update where a step fails
             raise TransferError("the trainer has given the update up")
@@ -461,16 +430,6 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         except Exception as error:
             raise TransferError(error_in_words(error)) from error
         self._has_taken = asked.step == "take_slices" or (has_taken and asked.step == "sum_slices")
-
-    def _run(self, asked: TransferStep, steps: tuple[str, ...]) -> Any:
-        if asked.step not in steps:
-            raise TransferError(f"{asked.step!r} is no step of this call, which takes {', '.join(steps)}")
-        try:
-            return run_step(self._receiver, asked.step, _DEFAULTS.get(asked.step, {}) | asked.arguments)
-        except ColoError:
-            raise
-        except Exception as error:
-            raise TransferError(error_in_words(error)) from error
 
     def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
         kind = model_type or getattr(self.model_config.hf_config, "model_type", None)

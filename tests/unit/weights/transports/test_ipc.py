@@ -408,24 +408,6 @@ def test_tensors_that_were_described_with_gaps_are_refused_and_nothing_stays_map
     assert workers.receiver._buffer is None and workers.asked[-1] == "release"
 
 
-def test_who_takes_turns_by_calls_copies_group_by_group(model, workers):
-    transport = connect(model, workers, **SMALL)
-    tensors = dict(model.named_parameters())
-    description = transport._buffer.describe() | {"turns": None}
-    workers.receive("stage", **description)
-    for version in range(2):
-        with torch.no_grad():
-            model.q.add_(1)
-        workers.receive("begin", version=version, digest=transport._manifest_of(tensors).digest)
-        sums = transport._buffer.checksums(tensors)  # leaves the last two groups in the halves
-        for group in range(len(sums)):
-            transport._buffer._fill(group, tensors)
-            workers.receive("copy", verify=True, group=group)
-        (attested,) = workers.receive("finish", checksums=sums)
-        assert attested["num_tensors"] == 8
-        assert same(workers.engine.memory, workers.engine.expected(model))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_another_shape_is_refused_before_anything_is_written_and_what_fits_arrives_again(model, workers, way):
     transport = connect(model, workers, **WAYS[way])

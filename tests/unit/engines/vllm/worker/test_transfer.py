@@ -7,7 +7,6 @@ import torch
 
 from colo.errors import PhaseError, TransferError, Unsupported
 from colo.memory.specs import TensorSpec
-from colo.weights.transports import receiver
 
 # torch's own, from modules that vLLM imports
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -54,41 +53,49 @@ def test_all_that_vllm_0_26_and_0_30_ask_for_is_there(transfer):
 
 def test_a_step_does_not_wait_for_the_device(transfer, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: pytest.fail("waited for the device"))
-    with pytest.raises(TransferError, match="nothing was described yet"):
-        transfer.update_weights({"step": "begin", "arguments": {"version": 0, "digest": ""}})
+    with pytest.raises(TransferError, match="no slices have been planned with this worker"):
+        transfer.update_weights({"step": "begin_slices"})
 
 
 def test_steps_go_to_the_call_they_belong_to(transfer):
-    with pytest.raises(TransferError, match="'bind' is no step of this call, which takes begin, copy, finish"):
-        transfer.update_weights({"step": "bind"})
-    with pytest.raises(TransferError, match="'begin' is no step of this call, which takes bind, stage"):
-        transfer.init_transfer_engine(transfer.parse_init_info({"step": "begin"}))
+    with pytest.raises(TransferError, match="'list_slices' is no step of this call, which takes begin_slices, take_sl"):
+        transfer.update_weights({"step": "list_slices"})
+    with pytest.raises(TransferError, match="'begin_slices' is no step of this call, which takes list_slices, plan_"):
+        transfer.init_transfer_engine(transfer.parse_init_info({"step": "begin_slices"}))
     with pytest.raises(ValueError, match="Invalid update_info"):
         transfer.update_weights({"names": []})
 
 
-def test_a_model_that_cannot_be_copied_to_is_refused_with_the_reason(transfer):
-    info = {"step": "bind", "arguments": {"tensors": [TensorSpec("weight", "float32", (2, 2), (2, 1)).to_wire()]}}
-    with pytest.raises(Unsupported, match="weight cannot be copied: the engine quantizes its weights .fp8."):
-        transfer.init_transfer_engine(transfer.parse_init_info(info))
+def test_a_model_that_cannot_be_copied_to_takes_no_slices_and_says_why(transfer):
+    parameters = [TensorSpec("weight", "float32", (2, 2), (2, 1)).to_wire()]
+    taken = transfer._slices.list_slices(parameters=parameters)
+    assert "weight: the engine quantizes its weights (fp8)" in taken["refusal"]
     transfer.model_config.hf_config.quantization_config = {"quant_method": "fp8", "activation_scheme": "static"}
+    info = {"step": "list_slices", "arguments": {"parameters": parameters}}
     with pytest.raises(Unsupported, match=r"these are quantized \(fp8\): give a checkpoint from before that"):
         transfer.init_transfer_engine(transfer.parse_init_info(info))
 
 
 def test_an_update_ends_only_when_it_was_attested_and_only_once(transfer, monkeypatch):
+    for step in ("begin_slices", "take_slices", "sum_slices"):
+        monkeypatch.setattr(transfer._slices, step, list)
+
+    def update(*steps):
+        for step in steps:
+            transfer.update_weights({"step": step})
+
+    unattested = pytest.raises(TransferError, match="no accept_slices has attested")
     transfer.start_weight_update()
-    with pytest.raises(TransferError, match="no finish step has attested"):
+    with unattested:
         transfer.finish_weight_update()
-    monkeypatch.setitem(receiver.STEPS, "finish", lambda receiver, checksums: {"version": 4})
-    monkeypatch.setitem(receiver.STEPS, "begin", lambda receiver, version, digest: None)
-    transfer.update_weights({"step": "finish"})
+    with pytest.raises(TransferError, match="no slices have been received"):
+        update("begin_slices", "accept_slices")
+    update("take_slices", "sum_slices", "accept_slices")
     transfer.finish_weight_update()
-    with pytest.raises(TransferError, match="no finish step has attested"):
+    with unattested:
         transfer.finish_weight_update()
-    transfer.update_weights({"step": "finish"})
-    transfer.update_weights({"step": "begin", "arguments": {"version": 5, "digest": ""}})
-    with pytest.raises(TransferError, match="no finish step has attested"):
+    update("take_slices", "accept_slices", "begin_slices")
+    with unattested:
         transfer.finish_weight_update()
 
 
@@ -111,9 +118,9 @@ def test_an_update_does_not_begin_while_the_weights_are_asleep(transfer, monkeyp
 
 
 def test_an_error_without_a_message_says_where_it_was_raised(transfer, monkeypatch):
-    def fail_silently(receiver, checksums):
+    def fail_silently():
         raise AssertionError
 
-    monkeypatch.setitem(receiver.STEPS, "finish", fail_silently)
+    monkeypatch.setattr(transfer._slices, "take_slices", fail_silently)
     with pytest.raises(TransferError, match=r"^AssertionError at test_transfer.py:\d+: raise AssertionError$"):
-        transfer.update_weights({"step": "finish"})
+        transfer.update_weights({"step": "take_slices"})
