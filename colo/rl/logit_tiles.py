@@ -100,13 +100,12 @@ def _accumulate(sums: Tensor, left: Tensor, right: Tensor, *, first: bool = Fals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """Settings of a pass: the head's size and temperature, the tile sides, and which results are wanted."""
+    """Settings of a pass: the head's size and temperature, the tile sides, and whether the slope is wanted."""
 
     vocab_size: int
     inverse_temperature: float
     tile_rows: int
     tile_columns: int
-    with_entropy: bool
     with_slope: bool
     steps: tuple[LogitStep, ...] = ()
 
@@ -196,9 +195,9 @@ class _Tiles:
 class _Running:
     """Running statistics of rows whose logits arrive a tile at a time.
 
-    With `e = exp((logit - top) / temperature)`, over all tokens but the target: `total` is the sum of e, `spread` the
-    sum of -e log e, and `pull` (R, D) the sum of e times the weight row. The target joins at the end: the little that
-    is left beside a nearly certain token then keeps its precision.
+    With `e = exp((logit - top) / temperature)`, over all tokens but the target: `total` is the sum of e, and `pull`
+    (R, D) the sum of e times the weight row. The target joins at the end: the little that is left beside a nearly
+    certain token then keeps its precision.
     """
 
     def __init__(self, num_rows: int, tiles: _Tiles) -> None:
@@ -208,7 +207,7 @@ class _Running:
         self._top_R = tiles.hidden_ND.new_full((num_rows,), lowest, dtype=tiles.logits_dtype)
         self._target_R1 = torch.zeros_like(self._top_R)[:, None]
         self._shift_R = self._negated(self._top_R)
-        self._total_R, self._spread_R = torch.zeros_like(self._shift_R), torch.zeros_like(self._shift_R)
+        self._total_R = torch.zeros_like(self._shift_R)
         width = tiles.hidden_ND.shape[1] if tiles.head.with_slope else 0
         self._pull_RD = self._shift_R.new_zeros((num_rows, width))
 
@@ -231,27 +230,23 @@ class _Running:
             # where the tile is fp32 the product takes 16 bits, as the weight has
             narrow_RC = pull_RC if pull_RC.dtype == tiles.hidden_ND.dtype else tiles.narrow(e_RC).copy_(pull_RC)
             _accumulate(self._pull_RD, narrow_RC, tiles.weight_VD[columns])
-        if head.with_entropy:
-            self._spread_R += torch.special.entr(e_RC, out=e_RC).sum(1)
 
-    def finish(self, ids_R: Tensor, results_3R: Tensor) -> Tensor:
-        """Write log-probability, log-sum-exp and entropy; return the slope (R, D) and spend `pull` on it."""
+    def finish(self, ids_R: Tensor, results_2R: Tensor) -> Tensor:
+        """Write log-probability and log-sum-exp; return the slope (R, D) and spend `pull` on it."""
         self._raise_top(torch.maximum(self._top_R, self._target_R1.squeeze(1)))
         distance_R = self._shift_R - self._negated(self._target_R1.squeeze(1))
         # log1p of expm1: exact where the target has nearly all of the probability
         log_total_R = (self._total_R + distance_R.expm1()).log1p()
-        e_R = distance_R.exp()
-        total_R = self._total_R + e_R
-        results_3R[0] = distance_R - log_total_R
-        results_3R[1] = log_total_R - self._shift_R
-        results_3R[2] = (self._spread_R + torch.special.entr(e_R)) / total_R + log_total_R
+        results_2R[0] = distance_R - log_total_R
+        results_2R[1] = log_total_R - self._shift_R
         if not self._tiles.head.with_slope:
             return self._pull_RD
         weight_RD = self._tiles.weight_VD.index_select(0, ids_R)
         bend_R1 = self._tiles.bend(self._target_R1)
-        at_target_R1 = results_3R[0].expm1()[:, None]
+        at_target_R1 = results_2R[0].expm1()[:, None]
         if bend_R1 is not None:
             at_target_R1 = at_target_R1 * bend_R1
+        total_R = self._total_R + distance_R.exp()
         return self._pull_RD.div_(total_R[:, None]).addcmul_(weight_RD, at_target_R1)
 
     def _negated(self, logits_R: Tensor) -> Tensor:
@@ -259,36 +254,33 @@ class _Running:
 
     def _raise_top(self, top_R: Tensor) -> None:
         shift_R = self._negated(top_R)
-        rise_R = self._shift_R - shift_R
         # what has been summed up is scaled to the new maximum
-        keep_R = torch.exp(-rise_R)
-        if self._tiles.head.with_entropy:
-            self._spread_R = keep_R * (self._spread_R + rise_R * self._total_R)
+        keep_R = torch.exp(shift_R - self._shift_R)
         self._total_R *= keep_R
         self._pull_RD *= keep_R[:, None]
         self._top_R, self._shift_R = top_R, shift_R
 
 
 def _scan(tiles: _Tiles) -> tuple[Tensor, Tensor]:
-    """Log-probability, log-sum-exp and entropy (3, K), and the slope (K, D) where wanted, otherwise (K, 0).
+    """Log-probability and log-sum-exp (2, K), and the slope (K, D) where wanted, otherwise (K, 0).
 
     The slope is the gradient of minus the log-probability in the hidden state, times the temperature and over the gain:
     the weight rows averaged under the model's distribution, minus the row of the token, each times its bend.
     """
     width = tiles.hidden_ND.shape[1] if tiles.head.with_slope else 0
     slope_KD = tiles.hidden_ND.new_empty((len(tiles.rows_K), width))
-    results_3K = tiles.hidden_ND.new_empty((3, len(tiles.rows_K)), dtype=tiles.dtype)
+    results_2K = tiles.hidden_ND.new_empty((2, len(tiles.rows_K)), dtype=tiles.dtype)
     for rows in tiles.rows():
         hidden_RD = tiles.hidden(rows)
         running = _Running(len(hidden_RD), tiles)
         for columns in tiles.columns():
             running.add(hidden_RD, rows, columns)
-        slope_KD[rows] = running.finish(tiles.ids_K[rows], results_3K[:, rows])
-    return results_3K, slope_KD
+        slope_KD[rows] = running.finish(tiles.ids_K[rows], results_2K[:, rows])
+    return results_2K, slope_KD
 
 
 def _head_gradients(
-    tiles: _Tiles, results_3K: Tensor, scale_K: Tensor, weight_grad_VD: Tensor, bias_grad_V: Tensor
+    tiles: _Tiles, results_2K: Tensor, scale_K: Tensor, weight_grad_VD: Tensor, bias_grad_V: Tensor
 ) -> None:
     """Fill the gradients of weight and bias; one of length 0 is not wanted.
 
@@ -297,7 +289,7 @@ def _head_gradients(
     """
     narrow = tiles.hidden_ND.dtype
     # from the log-probability, since p - 1 would lose what p lost to rounding
-    at_target_K1, shift_K = results_3K[0].expm1().to(narrow)[:, None], -results_3K[1]
+    at_target_K1, shift_K = results_2K[0].expm1().to(narrow)[:, None], -results_2K[1]
     for columns in tiles.columns():
         grad_CD, grad_C1 = weight_grad_VD[columns], bias_grad_V[columns, None]
         sums_CD = grad_CD if narrow == tiles.dtype else torch.empty_like(grad_CD, dtype=tiles.dtype)
@@ -332,24 +324,22 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, token_ids_N: Tensor, head: Head
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies (N,), both 0 at negative ids."""
+    ) -> Tensor:
+        """Log-probabilities (N,), 0 at negative ids."""
         rows_K = (token_ids_N >= 0).nonzero().squeeze(1)
         ids_K = token_ids_N.index_select(0, rows_K).long()
-        results_3K, slope_KD = _scan(_Tiles(head, hidden_ND, weight_VD, bias_V, rows_K, ids_K))
+        results_2K, slope_KD = _scan(_Tiles(head, hidden_ND, weight_VD, bias_V, rows_K, ids_K))
         with_head = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        ctx.save_for_backward(hidden_ND if with_head else None, weight_VD, bias_V, rows_K, ids_K, results_3K, slope_KD)
+        ctx.save_for_backward(hidden_ND if with_head else None, weight_VD, bias_V, rows_K, ids_K, results_2K, slope_KD)
         ctx.head = head
-        zeros_N = results_3K.new_zeros(len(token_ids_N))
-        entropy_N = zeros_N.index_copy(0, rows_K, results_3K[2])
-        ctx.mark_non_differentiable(entropy_N)
-        return zeros_N.index_copy(0, rows_K, results_3K[0]), entropy_N
+        zeros_N = results_2K.new_zeros(len(token_ids_N))
+        return zeros_N.index_copy(0, rows_K, results_2K[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of hidden, weight and bias, `None` where not needed."""
-        hidden_ND, weight_VD, bias_V, rows_K, ids_K, results_3K, slope_KD = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, rows_K, ids_K, results_2K, slope_KD = ctx.saved_tensors
         scale_K = grad_N.index_select(0, rows_K) * (-ctx.head.inverse_temperature * ctx.head.gain)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight_grad_VD = weight_VD.new_empty(weight_VD.shape if needs_weight else (0, 0))
@@ -358,7 +348,7 @@ class TokenLogprobs(torch.autograd.Function):
             weight_grad_VD.zero_()
         elif needs_weight or needs_bias:
             tiles = _Tiles(ctx.head, hidden_ND, weight_VD, bias_V, rows_K, ids_K)
-            _head_gradients(tiles, results_3K, scale_K, weight_grad_VD, bias_grad_V)
+            _head_gradients(tiles, results_2K, scale_K, weight_grad_VD, bias_grad_V)
             # the buffers go before the hidden gradient takes its own memory
             del tiles
         return (

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +25,6 @@ from colo.units import GIB
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-@overload
 def token_logprobs(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -35,44 +34,10 @@ def token_logprobs(
     vocab_size: int | None = None,
     steps: Sequence[LogitStep] = (),
     temperature: float = 1.0,
-    return_entropy: Literal[False] = False,
     token_chunk: int | None = None,
     vocab_chunk: int | None = None,
     workspace_bytes: int = 1 * GIB,
-) -> Tensor: ...
-
-
-@overload
-def token_logprobs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    token_ids_N: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    vocab_size: int | None = None,
-    steps: Sequence[LogitStep] = (),
-    temperature: float = 1.0,
-    return_entropy: Literal[True],
-    token_chunk: int | None = None,
-    vocab_chunk: int | None = None,
-    workspace_bytes: int = 1 * GIB,
-) -> tuple[Tensor, Tensor]: ...
-
-
-def token_logprobs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    token_ids_N: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    vocab_size: int | None = None,
-    steps: Sequence[LogitStep] = (),
-    temperature: float = 1.0,
-    return_entropy: bool = False,
-    token_chunk: int | None = None,
-    vocab_chunk: int | None = None,
-    workspace_bytes: int = 1 * GIB,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Log-softmax of `steps(hidden @ weight.T + bias) / temperature`, at one given token a row.
 
     `hidden_ND` is (N, D) or (B, T, D), `weight_VD` (V, D), `bias_V` (V,), all of one dtype: bfloat16, float16, float32
@@ -82,10 +47,9 @@ def token_logprobs(
     that autograd then copies into one for the whole. `steps` are what a model does to the logits of its head: scales,
     at most one tanh, and a cast to float32, as in `[("div", 30.0), ("tanh", 0.0), ("mul", 30.0)]` for a cap at 30.
 
-    Returns float32 (float64 for float64 inputs) shaped like the ids; with `return_entropy` also the entropy in nats of
-    each token's distribution, the same shape, not differentiable, 0 where ignored. Differentiable once, in hidden,
-    weight and bias; what needs no gradient (a frozen head under LoRA) costs none. Matrix products run in the inputs'
-    dtype, or in autocast's, by a cast, where that is on; maxima, sums and accumulators are float32 (float64).
+    Returns float32 (float64 for float64 inputs) shaped like the ids. Differentiable once, in hidden, weight and bias;
+    what needs no gradient (a frozen head under LoRA) costs none. Matrix products run in the inputs' dtype, or in
+    autocast's, by a cast, where that is on; maxima, sums and accumulators are float32 (float64).
 
     Memory beyond the inputs, the results and the gradients that backward returns: `workspace_bytes` during forward and
     during backward, one copy (in the inputs' dtype) of the hidden states that count from forward to backward, if they
@@ -115,15 +79,13 @@ def token_logprobs(
         inverse_temperature=1.0 / temperature,
         tile_rows=_given("token_chunk", token_chunk, rows),
         tile_columns=_given("vocab_chunk", vocab_chunk, columns),
-        with_entropy=return_entropy,
         # the slope is the hidden gradient, and is computed in forward: without need it would be kept for nothing
         with_slope=torch.is_grad_enabled() and hidden_ND.requires_grad,
         steps=tuple(steps),
     )
     flat_ND = hidden_ND.reshape(-1, hidden_ND.shape[-1])
-    logprobs_N, entropy_N = TokenLogprobs.apply(flat_ND, weight_VD, bias_V, flat_ids_N, head)  # type: ignore[no-untyped-call]
-    logprobs: Tensor = logprobs_N.view(token_ids_N.shape)
-    return (logprobs, entropy_N.view(token_ids_N.shape)) if return_entropy else logprobs
+    logprobs: Tensor = TokenLogprobs.apply(flat_ND, weight_VD, bias_V, flat_ids_N, head)  # type: ignore[no-untyped-call]
+    return logprobs.view(token_ids_N.shape)
 
 
 def model_logprobs(

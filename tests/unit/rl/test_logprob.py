@@ -48,12 +48,11 @@ def tensors(num_tokens, vocab, hidden, dtype, *, seed=0, spread=2.0):
 
 
 def in_full(hidden, weight, ids, *, bias=None, temperature=1.0):
-    """Log-probabilities and entropies the plain way; 0 for negative ids."""
+    """Log-probabilities the plain way; 0 for negative ids."""
     logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
     logprobs_V = (logits / temperature).log_softmax(-1)
     logprobs = logprobs_V.gather(-1, ids.clamp(min=0)[..., None]).squeeze(-1)
-    entropy = -(logprobs_V.exp() * logprobs_V).sum(-1)
-    return logprobs * (ids >= 0), entropy * (ids >= 0)
+    return logprobs * (ids >= 0)
 
 
 def exact(tensor):
@@ -66,30 +65,27 @@ def relative_error(actual, expected):
 
 @pytest.mark.parametrize("dtype", list(VALUE_TOLERANCE))
 @pytest.mark.parametrize("chunks", [(None, None), (7, 13), (1, 1), (64, 5), (3, 100)])
-def test_values_entropy_and_gradients_are_those_of_the_full_computation(dtype, chunks):
+def test_values_and_gradients_are_those_of_the_full_computation(dtype, chunks):
     hidden_ND, weight_VD, bias_V, ids_N = tensors(19, 61, 24, dtype)
     ids_N[[0, 5, 18]] = torch.tensor([-1, -100, -7])
     grad_N = torch.randn(19, generator=torch.Generator().manual_seed(1))
-    logprobs_N, entropy_N = token_logprobs(
+    logprobs_N = token_logprobs(
         hidden_ND,
         weight_VD,
         ids_N,
         bias_V=bias_V,
         temperature=0.7,
-        return_entropy=True,
         token_chunk=chunks[0],
         vocab_chunk=chunks[1],
     )
     logprobs_N.backward(grad_N)
 
     inputs = [exact(t) for t in (hidden_ND, weight_VD, bias_V)]
-    expected_N, expected_entropy_N = in_full(inputs[0], inputs[1], ids_N, bias=inputs[2], temperature=0.7)
+    expected_N = in_full(inputs[0], inputs[1], ids_N, bias=inputs[2], temperature=0.7)
     expected_N.backward(grad_N.double())
 
-    assert logprobs_N.dtype == entropy_N.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert not entropy_N.requires_grad
+    assert logprobs_N.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert relative_error(logprobs_N, expected_N) < VALUE_TOLERANCE[dtype]
-    assert relative_error(entropy_N, expected_entropy_N) < VALUE_TOLERANCE[dtype]
     for actual, reference in zip((hidden_ND, weight_VD, bias_V), inputs, strict=True):
         assert actual.grad.dtype == dtype
         assert relative_error(actual.grad, reference.grad) < GRADIENT_TOLERANCE[dtype]
@@ -111,7 +107,7 @@ def test_any_shape_and_any_chunks_give_the_full_computation(
     ids_N[[i for i in ignored if i < num_tokens]] = -1
     logprobs_N = token_logprobs(hidden_ND, weight_VD, ids_N, token_chunk=token_chunk, vocab_chunk=vocab_chunk)
     gradients = torch.autograd.grad(logprobs_N.sum(), (hidden_ND, weight_VD))
-    expected_N, _ = in_full(hidden_ND, weight_VD, ids_N)
+    expected_N = in_full(hidden_ND, weight_VD, ids_N)
     expected = torch.autograd.grad(expected_N.sum(), (hidden_ND, weight_VD))
     torch.testing.assert_close(logprobs_N, expected_N, rtol=0, atol=1e-12)
     torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-12)
@@ -139,12 +135,8 @@ def test_float32_matches_log_softmax_to_1e_5():
 
 def test_batch_and_time_keep_their_shape():
     hidden_ND, weight_VD, _, ids_N = tensors(12, 30, 8, torch.float32)
-    flat_N, flat_entropy_N = token_logprobs(hidden_ND, weight_VD, ids_N, return_entropy=True)
-    logprobs_BT, entropy_BT = token_logprobs(
-        hidden_ND.view(3, 4, 8), weight_VD, ids_N.view(3, 4).int(), return_entropy=True
-    )
-    assert torch.equal(logprobs_BT, flat_N.view(3, 4))
-    assert torch.equal(entropy_BT, flat_entropy_N.view(3, 4))
+    logprobs_BT = token_logprobs(hidden_ND.view(3, 4, 8), weight_VD, ids_N.view(3, 4).int())
+    assert torch.equal(logprobs_BT, token_logprobs(hidden_ND, weight_VD, ids_N).view(3, 4))
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0)])
@@ -164,11 +156,10 @@ def test_ignored_rows_are_not_read():
     broken_ND = hidden_ND.detach().clone()
     broken_ND[[1, 4]] = torch.nan
     broken_ND.requires_grad_()
-    logprobs_N, entropy_N = token_logprobs(broken_ND, weight_VD, ids_N, return_entropy=True)
+    logprobs_N = token_logprobs(broken_ND, weight_VD, ids_N)
     logprobs_N.sum().backward()
     assert torch.equal(logprobs_N, token_logprobs(hidden_ND, weight_VD, ids_N))
     assert torch.equal(logprobs_N[[1, 4]], torch.zeros(2))
-    assert torch.equal(entropy_N[[1, 4]], torch.zeros(2))
     assert torch.equal(broken_ND.grad[[1, 4]], torch.zeros(2, 8))
     assert torch.isfinite(broken_ND.grad).all()
     assert torch.isfinite(weight_VD.grad).all()
@@ -187,12 +178,9 @@ def test_extreme_logits_stay_finite(dtype):
     weight_VD = torch.full((9, 4), -64.0, dtype=dtype)
     weight_VD[6] = 64.0  # logits of +16,384 against -16,384
     weight_VD.requires_grad_()
-    logprobs_N, entropy_N = token_logprobs(
-        hidden_ND, weight_VD, torch.tensor([6, 0, 6]), return_entropy=True, vocab_chunk=2
-    )
+    logprobs_N = token_logprobs(hidden_ND, weight_VD, torch.tensor([6, 0, 6]), vocab_chunk=2)
     logprobs_N.sum().backward()
     assert torch.equal(logprobs_N, torch.tensor([0.0, -32768.0, 0.0]))
-    assert torch.equal(entropy_N, torch.zeros(3))
     assert torch.equal(hidden_ND.grad[1], torch.full((4,), -128.0, dtype=dtype))
     assert torch.equal(hidden_ND.grad[0], torch.zeros(4, dtype=dtype))
     assert torch.isfinite(weight_VD.grad).all()
@@ -203,13 +191,9 @@ def test_tokens_forbidden_by_an_infinite_bias_have_no_share():
     bias_V = torch.zeros(12)
     bias_V[:6] = -torch.inf
     ids_N = torch.tensor([6, 7, 8, 9, 11])
-    logprobs_N, entropy_N = token_logprobs(
-        hidden_ND, weight_VD, ids_N, bias_V=bias_V, return_entropy=True, vocab_chunk=3
-    )
+    logprobs_N = token_logprobs(hidden_ND, weight_VD, ids_N, bias_V=bias_V, vocab_chunk=3)
     logprobs_N.sum().backward()
-    expected_N, expected_entropy_N = in_full(hidden_ND, weight_VD[6:], ids_N - 6)
-    torch.testing.assert_close(logprobs_N, expected_N)
-    torch.testing.assert_close(entropy_N, expected_entropy_N)
+    torch.testing.assert_close(logprobs_N, in_full(hidden_ND, weight_VD[6:], ids_N - 6))
     assert torch.isfinite(hidden_ND.grad).all()
     assert torch.equal(weight_VD.grad[:6], torch.zeros(6, 8))
 
@@ -221,7 +205,7 @@ def test_a_nearly_certain_token_keeps_the_gradient_of_what_is_left(dtype):
     weight_VD = torch.tensor([[10.0, 0.0], [0.5, 1.0], [0.25, -1.0]], dtype=dtype, requires_grad=True)
     token_logprobs(hidden_ND, weight_VD, torch.tensor([0])).sum().backward()
     inputs = exact(hidden_ND), exact(weight_VD)
-    in_full(*inputs, torch.tensor([0]))[0].sum().backward()
+    in_full(*inputs, torch.tensor([0])).sum().backward()
     assert relative_error(hidden_ND.grad, inputs[0].grad) < GRADIENT_TOLERANCE[dtype]
     assert relative_error(weight_VD.grad, inputs[1].grad) < GRADIENT_TOLERANCE[dtype]
 
@@ -238,7 +222,7 @@ def test_a_frozen_head_gives_the_same_hidden_gradient_and_none_of_its_own():
 
 def test_frozen_hidden_states_leave_the_head_its_gradient():
     hidden_ND, weight_VD, bias_V, ids_N = tensors(20, 60, 8, torch.float32)
-    expected_N, _ = in_full(hidden_ND, weight_VD, ids_N, bias=bias_V)
+    expected_N = in_full(hidden_ND, weight_VD, ids_N, bias=bias_V)
     expected = torch.autograd.grad(expected_N.sum(), (weight_VD, bias_V))
     logprobs_N = token_logprobs(hidden_ND.detach(), weight_VD, ids_N, bias_V=bias_V, token_chunk=6, vocab_chunk=25)
     actual = torch.autograd.grad(logprobs_N.sum(), (weight_VD, bias_V), retain_graph=True)
@@ -270,7 +254,7 @@ def test_non_contiguous_hidden_and_weight():
     transposed_DV = weight_VD.detach().T.contiguous().requires_grad_()
     logprobs_BT = token_logprobs(wide[:, :-1], transposed_DV.T, ids_N.view(3, 4), vocab_chunk=7)
     logprobs_BT.sum().backward()
-    expected_N, _ = in_full(hidden_ND, weight_VD, ids_N)
+    expected_N = in_full(hidden_ND, weight_VD, ids_N)
     expected_N.sum().backward()
     torch.testing.assert_close(logprobs_BT.flatten(), expected_N)
     torch.testing.assert_close(wide.grad[:, :-1].reshape(12, 8), hidden_ND.grad)
@@ -287,7 +271,7 @@ def test_the_padding_rows_of_a_head_have_no_share(cut):
     else:
         logprobs_N = token_logprobs(hidden_ND, padded_VD, ids_N, bias_V=padded_bias_V, vocab_size=30, vocab_chunk=16)
     logprobs_N.sum().backward()
-    expected_N, _ = in_full(hidden_ND, weight_VD, ids_N, bias=bias_V)
+    expected_N = in_full(hidden_ND, weight_VD, ids_N, bias=bias_V)
     expected_N.sum().backward()
     torch.testing.assert_close(logprobs_N, expected_N)
     torch.testing.assert_close(padded_VD.grad[:30], weight_VD.grad, rtol=1e-5, atol=1e-5)
@@ -505,14 +489,13 @@ def test_steps_give_the_values_and_gradients_of_the_full_computation(steps, chun
     weights_N = torch.linspace(-1, 1, 20, dtype=expected_N.dtype)
     expected = torch.autograd.grad((expected_N * weights_N).sum(), inputs)
     token_chunk, vocab_chunk = chunks
-    actual_N, entropy_N = token_logprobs(
-        hidden_ND, weight_VD, ids_N, bias_V=bias_V, steps=steps, temperature=0.8, return_entropy=True,
+    actual_N = token_logprobs(
+        hidden_ND, weight_VD, ids_N, bias_V=bias_V, steps=steps, temperature=0.8,
         token_chunk=token_chunk, vocab_chunk=vocab_chunk,
     )  # fmt: skip
     actual = torch.autograd.grad((actual_N * weights_N).sum(), inputs)
     tolerance = {"rtol": 1e-5, "atol": 1e-5}  # in bf16 too: the rounding of each step is the same
     torch.testing.assert_close(actual_N, expected_N, **tolerance)
-    torch.testing.assert_close(entropy_N, -(logprobs_NV.exp() * logprobs_NV).sum(1), **tolerance)
     for mine, reference in zip(actual, expected, strict=True):
         assert relative_error(mine, reference) < 2 * GRADIENT_TOLERANCE[dtype]
 
