@@ -1,19 +1,17 @@
-"""Spans, memory samples and metrics of a run, recorded in memory and written as JSON lines or a Chrome trace.
+"""Spans, memory samples and metrics of a run, recorded in memory.
 
 Imports no torch: times come from `time.perf_counter`, bytes from whoever records them.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from colo.phases.phase import Phase
@@ -159,35 +157,6 @@ class Trace:
             if span.category == category:
                 sums[span.name] += span.duration_s
         return dict(sums)
-
-    def write_jsonl(self, path: str | Path) -> None:
-        """Write one JSON object a line: `{"kind": "capacity" | "span" | "sample" | "metric", ...}`, in that order."""
-        rows: list[dict[str, object]] = [{"kind": "capacity", "num_bytes": self.capacity_bytes}]
-        rows += [{"kind": "span", **asdict(s)} for s in self.spans]
-        rows += [{"kind": "sample", **asdict(s)} for s in self.samples]
-        rows += [{"kind": "metric", "name": n, "values": v} for n, v in self.metrics.items()]
-        Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def write_chrome_trace(self, path: str | Path) -> None:
-        """Write the Trace Event Format that chrome://tracing and https://ui.perfetto.dev open (times in us)."""
-        events: list[dict[str, object]] = [
-            {
-                "name": s.name,
-                "cat": s.category,
-                "ph": "X",
-                "ts": s.start_s * 1e6,
-                "dur": s.duration_s * 1e6,
-                "pid": 0,
-                "tid": s.resource,
-                "args": {"phase": s.phase, "bytes": s.num_bytes},
-            }
-            for s in self.spans
-        ]
-        events += [
-            {"name": "device bytes", "ph": "C", "ts": s.time_s * 1e6, "pid": 0, "args": dict(s.segments)}
-            for s in self.samples
-        ]
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _ends_training(span: Span) -> bool:

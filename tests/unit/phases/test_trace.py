@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from colo.phases.phase import Phase
@@ -119,36 +117,6 @@ def test_a_value_that_has_to_be_waited_for_is_read_when_somebody_asks_and_keeps_
         trace.metric("many", late(float(value)))
     assert len(read) > MAX_LATE, "what nobody reads does not grow"
     assert trace.metrics["many"] == list(map(float, range(MAX_LATE + 1)))
-
-
-def test_jsonl_holds_everything(tmp_path):
-    trace, path = filled(), tmp_path / "run.jsonl"
-    trace.write_jsonl(path)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    spans = [{k: v for k, v in row.items() if k != "kind"} for row in rows if row["kind"] == "span"]
-    assert [Span(**{**row, "phase": Phase(row["phase"])}) for row in spans] == trace.spans
-    samples = [{k: v for k, v in row.items() if k != "kind"} for row in rows if row["kind"] == "sample"]
-    assert [MemorySample(**{**row, "phase": Phase(row["phase"])}) for row in samples] == trace.samples
-    assert [row for row in rows if row["kind"] == "metric"] == [
-        {"kind": "metric", "name": "reward", "values": [1.0, 2.5]}
-    ]
-
-
-def test_jsonl_of_an_empty_trace_has_the_capacity_only(tmp_path):
-    Trace(capacity_bytes=7).write_jsonl(tmp_path / "empty.jsonl")
-    assert json.loads((tmp_path / "empty.jsonl").read_text()) == {"kind": "capacity", "num_bytes": 7}
-
-
-def test_chrome_trace_has_microseconds_rows_and_counters(tmp_path):
-    path = tmp_path / "run.json"
-    filled().write_chrome_trace(path)
-    events = json.loads(path.read_text())["traceEvents"]
-    offload = next(event for event in events if event["name"].startswith("offload"))
-    assert (offload["ph"], offload["ts"], offload["dur"], offload["tid"]) == ("X", 2_000_000.0, 500_000.0, "d2h")
-    assert offload["args"] == {"phase": "train", "bytes": 9}
-    counters = [event for event in events if event["ph"] == "C"]
-    assert [event["args"] for event in counters] == [{"engine.weights": 3, "engine.kv_cache": 4}, {"a": 5}]
-    assert [event["ts"] for event in counters] == [0.0, 2_500_000.0]
 
 
 def test_a_long_run_keeps_its_peaks_and_not_every_sample(monkeypatch):
