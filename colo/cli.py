@@ -15,13 +15,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import click
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from colo.errors import ColoError
 
@@ -43,7 +44,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (ColoError, ValueError, OSError) as error:
         words = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        err.print(f"[bold red]error:[/] {escape(words)}", highlight=False, soft_wrap=True)
+        _say(err, Text.assemble(("error:", "bold red"), f" {words}"))
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -52,6 +53,11 @@ def main() -> None:
 @click.version_option(package_name="colo-rl")
 def app() -> None:
     """One GPU, two tenants: an inference engine and a trainer take turns on one copy of the weights."""
+
+
+def _say(console: Console, words: str | Text) -> None:
+    """Print words as they are, of which a path may look like markup or an emoji's name to rich."""
+    console.print(Text(words) if isinstance(words, str) else words, soft_wrap=True)
 
 
 # ---- options, checked before a command runs --------------------------------------------------------------------------
@@ -137,7 +143,7 @@ def demo(html: Path, png: Path | None, json_path: Path | None, **asked: Any) -> 
     from colo.report.live import LiveTable
 
     with _one_thread(), LiveTable(asked["steps"], console=out) as table:
-        result = run(**asked, tell=out.print, on_step=table.update)
+        result = run(**asked, tell=partial(_say, out), on_step=table.update)
     rt = result.runtime
     try:
         out.print(rt.report())
@@ -152,7 +158,7 @@ def demo(html: Path, png: Path | None, json_path: Path | None, **asked: Any) -> 
     out.print(f"\nreward: {first:.2f} in the first five steps, {last:.2f} in the last five")
     if result.base_unchanged is not None:
         out.print(f"weights under the adapter: {'bit-identical' if result.base_unchanged else 'CHANGED'}")
-    out.print(f"picture: {html}", highlight=False)
+    _say(out, f"picture: {html}")
     where = "" if asked["own_process"] else " --same-process"
     command = f"colo demo --steps {asked['steps']} --engine {result.engine}{where} --device {result.device}"
     command += f" --mode {result.mode} --seed {asked['seed']}"
@@ -231,10 +237,10 @@ def connect(url: str, device: str | None, api_key: str | None, admin_key: str | 
 
     engine = colo.connect(url, device=device, api_key=api_key, admin_key=admin_key)
     try:
-        out.print(f"{escape(engine.placement)}", highlight=False, soft_wrap=True)
-        out.print(f"weights: {engine.way_of_weights}", highlight=False, soft_wrap=True)
+        _say(out, engine.placement)
+        _say(out, f"weights: {engine.way_of_weights}")
         for flag, lack in engine.lacking_flags.items():
-            out.print(f"without {flag} {lack}", highlight=False, soft_wrap=True)
+            _say(out, f"without {flag} {lack}")
     finally:
         engine.close()
 
@@ -264,7 +270,7 @@ def _write_json(path: Path | None, data: Any) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n")
-        err.print(f"figures: {path}", highlight=False)
+        _say(err, f"figures: {path}")
 
 
 # ---- colo grpo: every option of TRL's configs, lines of progress or of JSON ------------------------------------------
@@ -301,9 +307,9 @@ def grpo(words: tuple[str, ...]) -> None:
                 stdout.write(json.dumps({k: v if math.isfinite(v) else None for k, v in metrics.items()}) + "\n")
                 stdout.flush()
             else:
-                console.print(_line(metrics), highlight=False, soft_wrap=True)
+                _say(console, _line(metrics))
 
-        train(run, args, model, tell=lambda text: err.print(text, highlight=False, soft_wrap=True), on_log=on_log)
+        train(run, args, model, tell=partial(_say, err), on_log=on_log)
 
 
 def _translated(words: Sequence[str], lists: set[str]) -> tuple[list[str], bool]:
@@ -320,7 +326,7 @@ def _translated(words: Sequence[str], lists: set[str]) -> tuple[list[str], bool]
             old = old.replace("-", "_")
             name = _NOW.get(old, old)
             if name != old:
-                err.print(f"--{old} is --{name} now, as in ColoGRPOConfig", highlight=False)
+                _say(err, f"--{old} is --{name} now, as in ColoGRPOConfig")
             unit = "MiB" if old == "kv_cache_mib" else ""
             given.setdefault(name, []).extend([value + unit] if equals else [])
         elif word == "-h":

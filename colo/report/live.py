@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from colo.report import html
 from colo.units import format_bytes
@@ -99,7 +100,7 @@ class LiveTable:
             titles = [title for title in titles if title != "left"] + ["left"]
         table = Table(box=None, pad_edge=False)
         for title in titles:
-            table.add_column(title, justify="right")
+            table.add_column(Text(title), justify="right")  # a reward's name may look like markup
         for row in self._rows:
             table.add_row(*(row.get(title, "") for title in titles))
         return table
@@ -125,7 +126,7 @@ class LiveTable:
         for title in LEFT_OUT:
             if sum(len(name) + len(cell) + 3 for name, cell in cells.items()) - 2 > self._console.width:
                 cells.pop(title, None)
-        self._console.print("  ".join(f"{title} {cell}" for title, cell in cells.items()), highlight=False)
+        self._console.print(Text("  ".join(f"{title} {cell}" for title, cell in cells.items())))
         self._written_s, self._is_written = self._clock(), True
 
     def _show_in_terminal(self) -> None:

@@ -225,6 +225,23 @@ def test_plan_of_a_known_model(colo, qwen3_8b, tmp_path):
     assert "8.19 billion parameters" in out
 
 
+def test_a_path_that_looks_like_markup_or_an_emoji_is_printed_as_it_is(colo, qwen3_8b, tmp_path):
+    for name in ("[bold]", "[", "]", "[[x]]", ":heart:", r"\[x]"):
+        file = tmp_path / name / "a[b].json"
+        code, _, err = colo("plan", qwen3_8b, "--gpu-memory", "141GiB", "--json", file)
+        assert (code, err) == (0, f"figures: {file}\n")
+    folder = tmp_path / "model[" / "]:heart:"
+    code, _, err = colo("plan", folder, "--gpu-memory", "141GiB")
+    assert code == 1
+    assert str(folder) in err
+
+
+def test_a_path_that_looks_like_a_closing_tag_ends_no_command(colo, qwen3_8b, tmp_path):
+    file = tmp_path / "[" / "b]" / "plan.json"
+    code, _, err = colo("plan", qwen3_8b, "--gpu-memory", "141GiB", "--json", file)
+    assert (code, err) == (0, f"figures: {file}\n")
+
+
 def test_plan_counts_what_a_folded_adapter_takes(colo, qwen3_8b, tmp_path):
     options = ("--mode", "lora", "--fold-adapter", "--json", tmp_path / "plan.json")
     code, out, _ = colo("plan", qwen3_8b, "--gpu-memory", "80GiB", *options)

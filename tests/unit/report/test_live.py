@@ -56,6 +56,14 @@ def test_plain_lines_come_now_and_then_and_the_last_step_always(clock):
     assert lines[1].endswith("left 0:00")
 
 
+def test_a_reward_whose_name_looks_like_markup_is_named(clock):
+    console = Console(file=io.StringIO(), width=200)
+    with LiveTable(1, console=console, clock=clock) as table:
+        table.update({"reward": 0.25, "rewards/of[bold]": 0.5, "rewards/[/b]:heart:": 0.75})
+    assert console.file.getvalue() == "step 1/1  reward 0.25  of[bold] 0.50  [/b]:heart: 0.75\n"
+    assert shown(table) == [["step", "reward", "of[bold]", "[/b]:heart:"], ["1/1", "0.25", "0.50", "0.75"]]
+
+
 @pytest.mark.parametrize("device_bytes", [4.56 * MIB, 1.5 * GIB, 1000.0])
 def test_a_line_fits_80_columns_and_shows_memory_in_a_unit_that_fits_it(clock, device_bytes):
     console = Console(file=io.StringIO(), width=80)
