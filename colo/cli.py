@@ -13,7 +13,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from importlib.util import find_spec
@@ -293,7 +293,7 @@ def grpo(words: tuple[str, ...]) -> None:
     if find_spec("trl") is None or find_spec("datasets") is None:
         raise click.UsageError("colo grpo needs TRL: pip install 'colo-rl[trl]'.")
     parser = _parser()
-    given, as_json = _translated(words, {action.dest for action in parser._actions if action.nargs in ("+", "*")})
+    given, as_json = _translated(words, {action.dest: action.nargs in ("+", "*") for action in parser._actions})
     if "--colo_engine=vllm" in given:
         require_vllm("--colo_engine vllm")
     run, args, model = _parsed(parser, given)
@@ -312,14 +312,16 @@ def grpo(words: tuple[str, ...]) -> None:
         train(run, args, model, tell=partial(_say, err), on_log=on_log)
 
 
-def _translated(words: Sequence[str], lists: set[str]) -> tuple[list[str], bool]:
+def _translated(words: Sequence[str], are_lists: Mapping[str, bool]) -> tuple[list[str], bool]:
     """The words as TRL's parser takes them, and whether JSON is wanted.
 
-    Names get underscores, what `colo grpo` called otherwise its name of now, and `lists` that are given word by word,
-    as in `--reward_funcs a --reward_funcs b`, are put together.
+    Names get underscores, what `colo grpo` called otherwise its name of now, and lists that are given word by word, as
+    in `--reward_funcs a --reward_funcs b`, are put together. Raises: `click.UsageError` for a word that belongs to no
+    option.
     """
+    are_lists = {**are_lists, "config": False, "device": False}
     given: dict[str, list[str]] = {}
-    name = ""
+    name, is_full = "", False
     for word in words:
         if word.startswith("--") and len(word) > 2:
             old, equals, value = word[2:].partition("=")
@@ -329,13 +331,19 @@ def _translated(words: Sequence[str], lists: set[str]) -> tuple[list[str], bool]
                 _say(err, f"--{old} is --{name} now, as in ColoGRPOConfig")
             unit = "MiB" if old == "kv_cache_mib" else ""
             given.setdefault(name, []).extend([value + unit] if equals else [])
+            is_full = bool(equals)
         elif word == "-h":
             given["help"] = []
-        elif not name:
-            raise click.UsageError(f"Got unexpected extra argument ({word}).")
+        elif not name or (is_full and are_lists.get(name) is False):
+            raise click.UsageError(f"Got unexpected extra argument ({word}). Quote what has spaces in it.")
         else:
             given[name].append(word + unit)
-    as_json = given.pop("json", None) is not None
+            is_full = True
+    lines = given.pop("json", None)
+    if lines and lines[-1].lower() != "true":
+        raise click.UsageError(
+            f"--json takes no file here ({lines[-1]}): it prints to standard output, > FILE keeps it."
+        )
     if (device := given.pop("device", None)) is not None:
         if device[-1:] not in (["cpu"], ["cuda"]):
             raise click.UsageError(f"--device {device[-1:] or ''} is not one of cpu and cuda.")
@@ -343,11 +351,11 @@ def _translated(words: Sequence[str], lists: set[str]) -> tuple[list[str], bool]
         err.print("--device cpu is --use_cpu now, as in GRPOConfig", highlight=False)
     found = []
     for name, values in given.items():
-        if name in lists or not values:
+        if are_lists.get(name) or not values:
             found += [f"--{name}", *values]
         else:
             found.append(f"--{name}={values[-1]}")  # the last one counts, as ever
-    return found, as_json
+    return found, lines is not None
 
 
 def _parser() -> Any:
