@@ -490,9 +490,14 @@ def _check_batch(args: GRPORunConfig, dataset: Any) -> None:
 
 def _rewards(run: RunArguments, args: GRPORunConfig, revision: str) -> list[Any]:
     """Reward functions and models. Raises: `ValueError` for what cannot be loaded, or other weights than rewards."""
-    loaded = [load_function(name) for name in run.reward_funcs]
+    functions: dict[str, RewardFunction] = {}
+    for given in run.reward_funcs:
+        function = load_function(given)
+        if (name := _name_of(function, given)) in functions:
+            raise ValueError(f"several rewards are called {name}: rename the functions, and give each of them once")
+        functions[name] = function
     models = [run.reward_model_name_or_path] if run.reward_model_name_or_path else []
-    named = named_rewards(loaded) if loaded or not models else {}
+    named = named_rewards(functions) if functions or not models else {}
     if models:
         check_path(models[0])
         check_config(models[0], revision)
@@ -503,6 +508,12 @@ def _rewards(run: RunArguments, args: GRPORunConfig, revision: str) -> list[Any]
             "of a reward model first"
         )
     return rewards
+
+
+def _name_of(function: RewardFunction, given: str) -> str:
+    """A function's own name; of an object or a lambda, which has none, that under which it was `given`."""
+    own = str(getattr(function, "__name__", ""))
+    return own if own.isidentifier() else given.rpartition(":" if ":" in given else ".")[2]
 
 
 def _called_with_what_it_takes(name: str, function: RewardFunction) -> RewardFunction:
@@ -522,12 +533,14 @@ def _called_with_what_it_takes(name: str, function: RewardFunction) -> RewardFun
             more = given(columns)
             return or_none(await await_reward(name, function, prompts=prompts, completions=completions, **more))
 
+        call_and_await.__name__ = name  # by which TRL logs it
         return call_and_await
 
     @functools.wraps(function)
     def call(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
         return or_none(call_reward(name, function, prompts=prompts, completions=completions, **given(columns)))
 
+    call.__name__ = name
     return call
 
 

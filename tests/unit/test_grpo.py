@@ -527,6 +527,41 @@ def test_a_reward_that_is_not_there_is_named(colo, place, unloaded, reward, word
     assert code == 1 and words in err
 
 
+NAMELESS = """
+import functools
+
+def near(completions, target, **columns):
+    return [-abs(len(text) - target) for text in completions]
+
+class Longest:
+    def __call__(self, completions, **columns):
+        return [float(len(text)) for text in completions]
+
+short, long = functools.partial(near, target=1), functools.partial(near, target=5)
+longest = Longest()
+none = lambda completions, **columns: [0.0 for text in completions]
+"""
+
+
+def test_rewards_without_a_name_of_their_own_have_that_by_which_they_are_given(colo, place):
+    Path("nameless.py").write_text(NAMELESS)
+    rewards = [
+        word for name in ("short", "long", "longest", "none") for word in ("--reward_funcs", f"nameless.py:{name}")
+    ]
+    code, out, err = colo(*arguments("--json", "--max_steps", "1", *rewards))
+    assert code == 0, err
+    names = {name for name in json.loads(out) if name.startswith("rewards/") and name.endswith("/mean")}
+    assert names == {f"rewards/{name}/mean" for name in ("varied", "short", "long", "longest", "none")}
+
+
+def test_two_rewards_of_one_name_are_refused_with_what_a_command_can_do(colo, place, unloaded):
+    Path("other.py").write_text("def varied(completions): return [1.0 for text in completions]\n")
+    for name in ("other.py:varied", "scores.py:varied"):
+        code, err = bad(colo, "--reward_funcs", name)
+        assert code == 1
+        assert "error: several rewards are called varied: rename the functions, and give each of them once" in err
+
+
 def test_rewards_come_from_modules_too(place):
     found = load_function("scores:right")
     assert found(completions=["3"], solution=["3"]) == [1.0]
@@ -556,7 +591,7 @@ def test_rewards_come_from_modules_too(place):
         (["--max_steps", "3", "4"], "Got unexpected extra argument (4)."),
         (["--overwrite_output_dir", "true", "false"], "Got unexpected extra argument (false)."),
         (["--reward_func", "scores.py:right", "scores.py:varied"], "Did you mean --reward_funcs?"),
-        (["--json", "lines.jsonl"], "--json takes no file here (lines.jsonl): it prints to standard output"),
+        (["--json", "lines.jsonl"], "--json takes no file here (lines.jsonl): lines go to standard output"),
         (["--json=lines.jsonl"], "--json takes no file here (lines.jsonl)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
