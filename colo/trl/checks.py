@@ -96,6 +96,11 @@ def check_args(args: Any) -> None:
         )
     if not getattr(args, "temperature", 1.0) > 0:
         raise ValueError(f"temperature must be above 0, not {args.temperature}: logits are divided by it")
+    if others := [weight for weight in getattr(args, "reward_weights", None) or [] if not math.isfinite(weight)]:
+        raise ValueError(
+            f"reward_weights must be finite numbers, not {others[0]}: TRL would leave such rewards out, or have no "
+            "advantage to train on"
+        )
     # the numbers that TRL asks its vLLM in this process and its server for
     size, n = getattr(args, "num_generations", None), (getattr(args, "generation_kwargs", None) or {}).get("n")
     if n not in (None, 1, size):

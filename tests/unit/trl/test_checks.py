@@ -3,6 +3,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import inspect
+import math
 import os
 import re
 import shutil
@@ -104,6 +105,8 @@ def test_what_a_trainer_lacks_is_named_with_the_version(name):
         (a_trainer(args={"use_transformers_continuous_batching": True}), ValueError, "use_transformers_continuous"),
         (a_trainer(args={"cast_lm_head_to_fp32": True}), Unsupported, "cast_lm_head_to_fp32=True makes"),
         (a_trainer(args={"temperature": 0.0}), ValueError, "temperature must be above 0, not 0.0"),
+        (a_trainer(args={"reward_weights": [1.0, math.nan]}), ValueError, "reward_weights must be finite .*, not nan"),
+        (a_trainer(args={"reward_weights": [-math.inf]}), ValueError, "reward_weights must be finite .*, not -inf"),
     ],
     ids=[
         "use_vllm",
@@ -117,6 +120,8 @@ def test_what_a_trainer_lacks_is_named_with_the_version(name):
         "continuous batching",
         "cast head",
         "temperature",
+        "weight nan",
+        "weight inf",
     ],
 )
 def test_what_colo_does_not_do_is_refused_by_name(trainer, error, words):
