@@ -408,16 +408,31 @@ def _from_lines(path: Path) -> Dataset:
             continue
         try:
             row = json.loads(line.decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not JSON ({error}): write one object a line") from None
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number}: {row!r:.80} is not an object: write one a line")
         rows.append(row)
-    columns = dict.fromkeys(column for row in rows for column in row)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
     try:
-        return Dataset.from_dict({column: [row.get(column) for row in rows] for column in columns})
-    except Exception as error:  # pyarrow's, of values of several types in one column
-        raise ValueError(f"{path} has a column with values of several types ({error}): make them alike") from error
+        return Dataset.from_dict(columns)
+    except Exception as error:
+        raise ValueError(f"{path}, {_misfit(columns)}") from error
+
+
+def _misfit(columns: Mapping[str, list[Any]]) -> str:
+    """Name the column that arrow does not take, and say what is wrong with it."""
+    for name, values in columns.items():
+        try:
+            Dataset.from_dict({name: values})
+        except UnicodeError as error:  # half of a character that JSON writes as two
+            return f"column {name!r} has a text that is not UTF-8 ({error}): write its characters whole"
+        except Exception as error:  # noqa: BLE001 - pyarrow's and Python's own
+            if isinstance(error, OverflowError) or "too large" in str(error):
+                return f"column {name!r} has a number of more than 64 bits ({error}): write it as a text"
+            return f"column {name!r} has values of several types ({error}): make them alike"
+    return "which cannot be read as one table: give all rows the same columns"
 
 
 def _renamed(rows: Any, name: str, columns: Iterable[str]) -> Any:

@@ -383,7 +383,7 @@ def bad(colo, *given, **options):
             "dataset sums.jsonl has no column 'prompt', but question, solution: say which is sampled for",
         ),
         ([{"prompt": "1"}, {"promt": "2"}], "row 2 of sums.jsonl: its prompt is neither a text nor"),
-        ([{"prompt": "1"}, {"prompt": 2}], "sums.jsonl has a column with values of several types"),
+        ([{"prompt": "1"}, {"prompt": 2}], "sums.jsonl, column 'prompt' has values of several types"),
         ([{"prompt": "1"}, {"prompt": ""}], "row 2 of sums.jsonl: its prompt is empty"),
         ([{"prompt": "1"}, {"prompt": "1" * 64}], "row 2 of sums.jsonl: its prompt has 64 tokens, the model knows 64"),
         ([{"prompt": None}], "row 1 of sums.jsonl: its prompt is neither a text nor"),
@@ -399,6 +399,18 @@ def bad(colo, *given, **options):
             "message 0 of its prompt has a part of type 'image'",
         ),
         (["1+2="], "sums.jsonl, line 1: '1+2=' is not an object"),
+        ([{"prompt": "1\ud83d"}], "sums.jsonl, column 'prompt' has a text that is not UTF-8 ("),
+        ([{"prompt": "1", "a": [{"b": "\ud83d"}]}], "sums.jsonl, column 'a' has a text that is not UTF-8 ("),
+        ([{"prompt": "1", "\ud83d": 1}], r"sums.jsonl, column '\ud83d' has a text that is not UTF-8 ("),
+        ([{"prompt": "1", "a": 2**64}], "sums.jsonl, column 'a' has a number of more than 64 bits ("),
+        (
+            [{"prompt": "1", "a": 0.5}, {"prompt": "1", "a": -(10**30)}],
+            "column 'a' has a number of more than 64 bits (",
+        ),
+        (
+            [{"prompt": "1", "a": [[1]]}, {"prompt": "1", "a": [2]}],
+            "sums.jsonl, column 'a' has values of several types",
+        ),
     ],
 )
 def test_rows_that_cannot_be_trained_on_are_named(colo, place, unloaded, rows, words):
@@ -412,6 +424,8 @@ def test_what_is_not_json_is_named_by_its_line(colo, place, unloaded):
     Path("sums.jsonl").write_text('{"prompt": "1"}\n\n{"prompt": \n')
     code, err = bad(colo)
     assert code == 1 and "sums.jsonl, line 3: not JSON" in err
+    Path("sums.jsonl").write_text('{"prompt": ' + 5000 * "[" + 5000 * "]" + "}\n")
+    assert "error: sums.jsonl, line 1: not JSON (maximum recursion depth exceeded" in bad(colo)[1]
     Path("sums.jsonl").write_bytes('{"prompt": "1"}\n{"prompt": "é"}\n'.encode("latin-1"))
     assert "error: sums.jsonl, line 2: not JSON ('utf-8' codec can't decode" in bad(colo)[1]
     assert "error: there is no file none.jsonl: give a file of JSON lines" in bad(colo, data="none.jsonl")[1]
@@ -618,6 +632,10 @@ def test_wrong_usage_ends_with_2(colo, place, unloaded, given, words):
         (["--use_peft", "--use_dora"], "LoraConfig(use_dora=True) is not supported: DoRA changes"),
         (["--vllm_tensor_parallel_size", "2"], "vllm_tensor_parallel_size=2: colo runs an engine on each GPU"),
         (["--temperature", "0"], "temperature must be above 0, not 0.0: logits are divided by it"),
+        (
+            ["--reward_weights", "nan"],
+            "reward_weights must be finite numbers, not nan: TRL would leave such rewards out",
+        ),
         (["--reward_model_name_or_path", "./none"], "there is no './none' in"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
