@@ -294,13 +294,10 @@ def why_not_separable(optimizer: Any) -> str | None:
         return "Megatron's optimizers step all of their buffers at once"
     if isinstance(optimizer, OptimizerParts):
         return "several optimizers are stepped by the loop, each at once"
-    inner = getattr(optimizer, "inner", None)
-    if isinstance(inner, torch.optim.Optimizer) and hasattr(
-        optimizer, "master_of"
-    ):  # `MasterWeights`, which imports this
+    if (base := base_of(optimizer)) is not optimizer:
         if optimizer.bucket_bytes is None:
             return "MasterWeights(bucket_bytes=None) asks for one step of all parameters"
-        return why_not_separable(inner)
+        return why_not_separable(base)
     if (twice := listed_twice(parameters_of(optimizer))) is not None:
         return (
             f"the parameter of shape {tuple(twice.shape)} is twice in a group, and torch steps it twice: list it once"
@@ -317,6 +314,13 @@ def why_not_separable(optimizer: Any) -> str | None:
         f"{name} is not known to update each parameter by itself; if it does, declare it: "
         f"colo.optim.register_separable({name})"
     )
+
+
+def base_of(optimizer: Any) -> Any:
+    """The optimizer whose class steps: the one within `MasterWeights`, or itself."""
+    inner = getattr(optimizer, "inner", None)
+    # that class imports this module
+    return inner if isinstance(inner, torch.optim.Optimizer) and hasattr(optimizer, "master_of") else optimizer
 
 
 def asks_for_closure(optimizer: torch.optim.Optimizer) -> bool:

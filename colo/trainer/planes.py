@@ -37,9 +37,11 @@ from colo.trainer.remainders import (
     MASTER_DIGESTS,
     MASTER_REMAINDER,
     MASTER_WEIGHT,
+    MOMENTS,
     OF_MASTERS,
     close_masters,
     open_masters,
+    round_at_random,
     split,
 )
 from colo.units import align_up, format_bytes
@@ -73,7 +75,8 @@ class StateSlot:
     """Device memory for the state of a range."""
 
     def __init__(self, flats: list[torch.Tensor], memory: torch.Tensor) -> None:
-        self._flats, self._memory = flats, memory  # of weights in the dtype of the step, gradients, 16-bit weights
+        # of weights in the dtype of the step, gradients, 16-bit weights, and moments that planes have in bf16
+        self._flats, self._memory = flats, memory
         self._views: dict[int, dict[str, torch.Tensor]] = {}
         self._parameters: dict[tuple[torch.dtype, int, int], torch.nn.Parameter] = {}
         self.left: torch.cuda.Event | None = None
@@ -97,6 +100,13 @@ class StateSlot:
     def scratch(self, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
         """Memory for the 16-bit weights of elements, beside the flat parameter."""
         return self._flats[2].view(dtype)[start:stop]
+
+    def wide(self, number: int, start: int, stop: int) -> torch.Tensor:
+        """Memory for elements of the moment of a number in fp32, whose plane is bf16; all slots share it."""
+        if 3 + number < len(self._flats):
+            return self._flats[3 + number].view(torch.float32)[start:stop]
+        # begun since the window was laid out
+        return torch.empty(stop - start, dtype=torch.float32, device=self._memory.device)
 
     def flat(self, dtype: torch.dtype, start: int, stop: int) -> torch.nn.Parameter:
         """The elements [start, stop) of the flat parameter of a dtype, with a gradient; all slots share its memory."""
@@ -122,10 +132,12 @@ class Planes:
         kind: type,
         mover: Mover,
         stays: Parking | None = None,
+        moment_dtype: torch.dtype = torch.float32,
     ) -> None:
         """`base` is the optimizer whose class steps; `kind` is that of all masters.
 
-        With `stays` the planes are made on the device, as tensors of that segment.
+        With `stays` the planes are made on the device, as tensors of that segment. fp32 moments are kept in
+        `moment_dtype`.
         """
         self.parameters = parameters
         self.stays = stays
@@ -143,6 +155,9 @@ class Planes:
         self.dtype = torch.float32 if self._is_split or self._is_whole else parameters[0].dtype
         """The dtype that the class steps in."""
 
+        self._moment_dtype = moment_dtype
+        self._generator = torch.Generator(mover.device)  # by which moments are rounded
+        self._seed = 0  # of the present step
         self._is_on_cpu = mover.device.type == "cpu"
         self._starts: dict[torch.Tensor, int] = {}
         start = 0
@@ -173,7 +188,7 @@ class Planes:
             state = self._state_of(parameter)
             for name, value in state.items():
                 if is_plane(value, parameter):
-                    names[name] = value.dtype
+                    names[name] = self.dtype_of(name, value.dtype)
             if state:
                 return names
         # before its first step only the class knows what it keeps: it steps two elements, into a state of their own
@@ -182,7 +197,21 @@ class Planes:
         trials: dict[Any, dict[str, Any]] = defaultdict(dict)
         # `own_step`, not `step`: torch's profiling wrapper would run the user's hooks for this trial
         own_step(type(self._base))(part_of(self._base, [self._options([trial])], trials))
-        return names | {name: value.dtype for name, value in trials[trial].items() if is_plane(value, trial)}
+        made = {name: value.dtype for name, value in trials[trial].items() if is_plane(value, trial)}
+        return names | {name: self.dtype_of(name, dtype) for name, dtype in made.items()}
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which planes keep state that the class has in `dtype`."""
+        is_moment = name in MOMENTS and dtype is torch.float32 and self.dtype is torch.float32
+        return self._moment_dtype if is_moment else dtype
+
+    @property
+    def num_rounded(self) -> int:
+        """Number of the kinds of state that are rounded: moments in bf16."""
+        return sum(map(self._is_rounded, self.layout))
+
+    def _is_rounded(self, name: str) -> bool:
+        return self.dtype_of(name, torch.float32) is not torch.float32 and name not in OF_MASTERS
 
     def _options(self, parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
         return {**self._base.param_groups[self.group], "params": parameters}
@@ -285,7 +314,7 @@ class Planes:
                     # the optimizer keeps its tensor object, which a loop may hold; only its memory becomes the plane's
                     local_shard(value).data = host
             elif is_plane(value, parameter):
-                self._need(name, value.dtype)
+                self._need(name, self.dtype_of(name, value.dtype))
                 # read anew: `_need` may just have made this view
                 own = self._views[parameter]
                 local_shard(own[name]).copy_(local_shard(value))
@@ -378,10 +407,15 @@ class Planes:
             self._mover.arena.release_after(extent, parts)
         for parameter, views in self._views.items():
             for name, view in views.items():
-                host = local_shard(view)
+                host, is_rounded = local_shard(view), self._is_rounded(name)
                 # a parameter that waits in host memory has its state there too
-                if on_device and not self.is_on_device and local_shard(parameter).device == self._mover.device:
+                is_here = local_shard(parameter).device == self._mover.device
+                if on_device and is_here and (is_rounded or not self.is_on_device):
                     try:
+                        if is_rounded:  # torch steps fp32 parameters by fp32 moments alone
+                            wide = _like(parameter, host.to(self._mover.device, torch.float32))
+                            self._base.state[self._key_of(parameter)][name] = wide
+                            continue
                         host.data = host.to(self._mover.device, copy=True)
                         if name == MASTER_WEIGHT:
                             # `_adopt_master` made master and plane the same memory, so that both have to follow
@@ -402,6 +436,9 @@ class Planes:
             self._need(name, dtype)
         self._after.clear()
         self._stepped.clear()
+        if self.num_rounded:
+            # of torch's generator, so that `torch.manual_seed` and a checkpoint of its state repeat a run
+            self._seed = int(torch.randint(1 << 48, (), device="cpu"))
         for parameter in self.parameters:
             scalars = self._scalars_of(parameter)
             if self._noted.get(parameter) != _identities(scalars):  # else no value is read, which would wait for a GPU
@@ -469,16 +506,23 @@ class Planes:
         held = [(local_shard(p.grad), a, b) for p, a, b, _ in pieces]
         gradients = [(g if g.layout is torch.strided else g.to_dense()).reshape(-1)[a:b] for g, a, b in held]
         torch._foreach_copy_([gradient[place] for place in places], gradients)
-        made = self._step_flat(flat, pieces, mine)
+        rounded = [name for name in mine if self._is_rounded(name)]
+        wide = {name: slot.wide(n, start, stop).copy_(mine[name]) for n, name in enumerate(rounded)}
+        made = self._step_flat(flat, pieces, mine | wide)
+        # a stretch of the planes has random numbers of its own, whatever else is stepped
+        self._generator.manual_seed(self._seed + self._starts[pieces[0][0]] + pieces[0][1])
         # the names come from what the class has made, not from the layout: it may drop or begin a state
         names = [name for name, value in made.items() if is_plane(value, flat)]
         for name in names:
             if name not in mine:  # the class has begun to use it: the plane is made, and a slot has it from the next on
-                self._need(name, made[name].dtype)
-                state[name] = torch.empty(self.range_elements, dtype=made[name].dtype, device=flat.device)
+                dtype = self.dtype_of(name, made[name].dtype)
+                self._need(name, dtype)
+                state[name] = torch.empty(self.range_elements, dtype=dtype, device=flat.device)
                 mine[name] = state[name][start:stop]
+            if self._is_rounded(name):  # the class has used the gradient, whose memory is free
+                round_at_random(made[name], mine[name], gradient.view(torch.int32), self._generator)
             # some classes replace a state tensor (`state[x] = new`) where others write in place
-            if made[name].data_ptr() != mine[name].data_ptr():
+            elif made[name].data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(made[name])
         changes = []
         if old is not None:

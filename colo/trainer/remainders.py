@@ -1,4 +1,4 @@
-"""fp32 masters in two bytes: what a bf16 weight is short of its master.
+"""fp32 masters in two bytes, what a bf16 weight is short of its master; and moments in two, rounded at random.
 
 A bf16 number is the upper half of an fp32 one. Taken as integers, a master is its weight, 16 bits further up, and a
 signed remainder of 16 bits: masters round to the nearest weight, and what is rounded away is what is kept. Every fp32
@@ -7,6 +7,10 @@ number but NaN, whose payload is dropped, comes back bit for bit. Megatron's pre
 
 A master halfway between two weights rounds away from zero, not to the even one: 65,537 masters round to each even
 weight then, one more than 16 bits tell apart.
+
+Of moments the lower half is dropped, which loses numbers and is asked for. A mean over 1,000 steps changes by a
+thousandth of itself in one, and rounded to the nearest bf16 number, 1/256 away, would stay what it is for ever. Rounded
+up or down at random, by how near the two are, it is right in the mean (Gupta et al. 2015).
 """
 
 from __future__ import annotations
@@ -24,6 +28,12 @@ MASTER_REMAINDER, MASTER_DIGESTS = "master_remainder", "master_digests"
 """Keys of what a bf16 weight is short of its master (int16), and of digests of the weight's blocks (int64)."""
 
 OF_MASTERS = (MASTER_WEIGHT, MASTER_REMAINDER, MASTER_DIGESTS)  # keys of everything that is kept of a master
+
+MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"}
+    | {"acc_delta", "sum"}
+)
+"""Keys under which torch's classes keep means and sums of gradients, and of their squares."""
 
 DIGEST_ELEMENTS = 1024  # elements of a weight, in their order in memory, that one digest covers
 
@@ -106,6 +116,20 @@ def close_masters(
     remainder.copy_(rest)
     # of the new weight: the next step takes a block with another digest for one that somebody has written to
     digests.copy_(block_digests(rounded))
+
+
+def round_at_random(
+    values: torch.Tensor, rounded: torch.Tensor, bits: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Round `values` (fp32) up or down to `rounded` (bf16), right in the mean; overwrites `bits` (int32). All flat.
+
+    What bf16 has stays as it is, infinities and NaN too.
+    """
+    # a carry from the random lower half rounds up: its probability is the lower half's share of a last place
+    bits.random_(0, 1 << 16, generator=generator)
+    bits.add_(values.view(torch.int32)).bitwise_and_(-1 << 16)
+    rounded.copy_(bits.view(torch.float32))
+    rounded.masked_fill_(values.isnan(), torch.nan)  # a payload of ones would carry into the sign
 
 
 @lru_cache(maxsize=16)

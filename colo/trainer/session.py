@@ -81,11 +81,13 @@ class TrainerSession:
         streamed: bool = False,
         release_gradients: bool = False,
         resident_bytes: int = 0,
+        moment_dtype: torch.dtype = torch.float32,
     ) -> None:
         """`sharded_modules` are FSDP2's, whose backward passes begin before any hook of a parameter runs.
 
         `streamed` state passes through the device in ranges of at most `region_bytes`, and with `release_gradients`
-        does so within the backward pass, as gradients are complete. `resident_bytes` of it stay on the device.
+        does so within the backward pass, as gradients are complete. `resident_bytes` of it stay on the device; its
+        fp32 moments are kept in `moment_dtype`.
         Raises: as `TrainerState`.
         """
         modules = tuple(sharded_modules)
@@ -121,6 +123,7 @@ class TrainerSession:
                     # a window of larger ranges would only take memory: see `RANGE_BYTES`
                     region_bytes=min(region_bytes, RANGE_BYTES),
                     resident_bytes=resident_bytes,
+                    moment_dtype=moment_dtype,
                     on_progress=events.on_progress,
                     may_release=events.may_release if release_gradients else None,
                     **told,

@@ -48,13 +48,15 @@ class StreamedState(TrainerState):
         *,
         region_bytes: int = RANGE_BYTES,
         resident_bytes: int = 0,
+        moment_dtype: torch.dtype = torch.float32,
         on_progress: Callable[[], None] = lambda: None,
         may_release: Callable[[], bool] | None = None,
         **events: Any,
     ) -> None:
         """`on_progress` is called several times in a step; `events` are those of `TrainerState`.
 
-        Of the state, `resident_bytes` stay on the device until a phase needs their room.
+        Of the state, `resident_bytes` stay on the device until a phase needs their room. Moments in fp32 are kept in
+        `moment_dtype`.
         With `may_release`, a backward pass in which that is true steps ranges and drops their gradients.
         Raises: as `TrainerState`.
         """
@@ -71,12 +73,16 @@ class StreamedState(TrainerState):
         self._left = _LeftGradient()
         self._changes: list[tuple[torch.Tensor, int]] = []
         self._is_under_way = False
-        self._resident_bytes = resident_bytes
+        self._resident_bytes, self._moment_dtype = resident_bytes, moment_dtype
         super().__init__(optimizer, mover, region_bytes=region_bytes, **events)
 
     def _make_parkings(self, region_bytes: int) -> Sequence[StateSegment]:
         self.window = StateWindow(
-            self.optimizer, self._mover, range_bytes=region_bytes, resident_bytes=self._resident_bytes
+            self.optimizer,
+            self._mover,
+            range_bytes=region_bytes,
+            resident_bytes=self._resident_bytes,
+            moment_dtype=self._moment_dtype,
         )
         # masters pass through the window with the rest: the second segment stays, empty, since phases ask for it by
         # name

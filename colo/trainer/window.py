@@ -32,7 +32,7 @@ from colo.memory.storage import local_bytes, local_shard, storage_key
 from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import TRAINER_OPTIMIZER, TRAINER_RESIDENT_STATE, Done, Move, Residency, check_move
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.optimizers import REGROUPED, is_elementwise, own_step, parameters_of
+from colo.trainer.optimizers import REGROUPED, base_of, is_elementwise, own_step, parameters_of
 from colo.trainer.planes import Note, Planes, Range, StateSlot, Work, part_of
 from colo.trainer.remainders import DIGEST_ELEMENTS
 from colo.trainer.state import Stock, take_stock
@@ -63,18 +63,26 @@ class StateWindow:
     name = TRAINER_OPTIMIZER
     away = Residency.OFFLOADED
 
-    def __init__(self, optimizer: Any, mover: Mover, *, range_bytes: int, resident_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        mover: Mover,
+        *,
+        range_bytes: int,
+        resident_bytes: int = 0,
+        moment_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.optimizer = optimizer
         self.kept: list[Kept] = []
         self.resident = Parking(TRAINER_RESIDENT_STATE, mover, name_of=lambda _: "a plane of the state")
         """The planes that stay on the device, at most `resident_bytes` of them."""
 
-        self._has_resident = resident_bytes > 0
+        self._num_slots = NUM_SLOTS + (resident_bytes > 0)
         self._resident_bytes = resident_bytes  # what may still be added to them
         self._mover = mover
-        self._range_bytes = range_bytes
+        self._range_bytes, self._moment_dtype = range_bytes, moment_dtype
         self._has_masters = isinstance(optimizer, MasterWeightsOptimizer)
-        self.base: Any = optimizer.inner if self._has_masters else optimizer
+        self.base: Any = base_of(optimizer)
         """The optimizer whose class steps, and which keeps the state."""
 
         self._masters: Mapping[torch.Tensor, Any] = optimizer.masters if self._has_masters else {}
@@ -204,7 +212,8 @@ class StateWindow:
             if self._region is None:
                 self._region = allocate_region(size_bytes, self._mover.device, name=self.name)
                 memory = carve(self._region.bytes, parts)
-                self._slots = [StateSlot(memory[:3], part) for part in memory[3:]]
+                flats, slots = memory[: -self._num_slots], memory[-self._num_slots :]
+                self._slots = [StateSlot(flats, slot) for slot in slots]
             elif not self._region.resident:
                 self._region.restore()
         self._is_open = True
@@ -226,7 +235,7 @@ class StateWindow:
         self._is_open = False
 
     def _parts(self) -> list[tuple[tuple[int], torch.dtype]]:
-        """Memory of the flat parameter, its gradient and 16-bit weights, and of the slots."""
+        """Memory of the flat parameter, its gradient, 16-bit weights and wide moments, and of the slots."""
         used = [planes for planes in self._planes if planes.ranges]
         if not used:
             return []
@@ -235,8 +244,9 @@ class StateWindow:
         flat_bytes = max(planes.dtype.itemsize for planes in used) * elements
         # only bf16 and fp16 weights have masters: 2 bytes each
         weight_bytes = 2 * elements if self._masters else 0
-        slots = (NUM_SLOTS + self._has_resident) * (self.slot_bytes,)
-        return [((n,), torch.uint8) for n in (flat_bytes, flat_bytes, weight_bytes, *slots)]
+        wide = max(planes.num_rounded for planes in used) * (4 * elements,)
+        slots = self._num_slots * (self.slot_bytes,)
+        return [((n,), torch.uint8) for n in (flat_bytes, flat_bytes, weight_bytes, *wide, *slots)]
 
     def _look_at_resident(self) -> None:
         """Show the segment of planes on the device its tensors; one that has left ends, and its planes are streamed."""
@@ -351,7 +361,8 @@ class StateWindow:
                 else:
                     rest.append(parameter)
         for (number, _, kind), parameters in by_kind.items():
-            make = partial(Planes, self.base, self._masters, number, kind=kind, mover=self._mover)
+            how = partial(Planes, kind=kind, mover=self._mover, moment_dtype=self._moment_dtype)
+            make = partial(how, self.base, self._masters, number)
             planes = make(parameters)
             staying = self._take_resident(planes) if self._resident_bytes else []
             if staying:

@@ -1,6 +1,7 @@
 """State that streams through the step on CUDA: as resident, within its window, near the speed of the bus."""
 
 import time
+from copy import deepcopy
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.remainders import DIGEST_ELEMENTS, close_masters, open_masters, split
+from colo.trainer.remainders import DIGEST_ELEMENTS, MOMENTS, close_masters, open_masters, round_at_random, split
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
 from colo.units import GIB, MIB
@@ -52,10 +53,11 @@ def test_streamed_steps_are_resident_ones_within_the_window():
     mover.close()
 
 
-def test_a_step_waits_for_little_more_than_the_bus():
+@pytest.mark.parametrize("moment_dtype", [torch.float32, torch.bfloat16])
+def test_a_step_waits_for_little_more_than_the_bus(moment_dtype):
     mover = Mover(CUDA, host_limit_bytes=4 * GIB)
     net, optimizer = trained()
-    streamed = StreamedState(optimizer, mover, region_bytes=128 * MIB)
+    streamed = StreamedState(optimizer, mover, region_bytes=128 * MIB, moment_dtype=moment_dtype)
     seconds = []
     for number in range(8):
         backward(net, number)
@@ -92,6 +94,52 @@ def test_masters_close_and_open_on_cuda_as_on_the_cpu():
         found = (weight, remainder, digests, changed.view(1), opened, *halves)
         sides.append([tensor.cpu().view(torch.uint8) for tensor in found])
     assert all(map(torch.equal, *sides))
+
+
+def test_what_is_rounded_at_random_is_a_neighbour_in_half_of_the_cases_that_bf16_lacks():
+    bits = torch.randint(-(2**31), 2**31, (1 << 22,), dtype=torch.int64, device=CUDA).to(torch.int32)
+    bits[:4] = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, 0x7FC00000], device=CUDA)  # NaN, NaN, infinity, NaN
+    values, rounded = bits.view(torch.float32), torch.empty(len(bits), dtype=torch.bfloat16, device=CUDA)
+    round_at_random(values, rounded, torch.empty_like(bits), torch.Generator(CUDA).manual_seed(0))
+    numbers = ~values.isnan()
+    assert torch.equal(rounded.isnan(), values.isnan())
+    steps = (rounded.float().view(torch.int32) - (bits & (-1 << 16)))[numbers] >> 16
+    share = (bits & 0xFFFF)[numbers].double() / (1 << 16)
+    assert torch.all((steps == 0) | ((steps == 1) & (share > 0)))
+    for low in range(8):  # rounded up as often as they are near the upper neighbour
+        among = (share >= low / 8) & (share < (low + 1) / 8)
+        assert steps[among].double().mean().item() == pytest.approx(share[among].mean().item(), abs=0.01)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 2])
+def test_moments_in_bf16_are_stepped_in_fp32_within_the_window(share):
+    mover = Mover(CUDA, host_limit_bytes=4 * GIB)
+    (net, optimizer), (twin, other) = trained(), trained()
+    resident_bytes = int(share * 6 * sum(p.numel() for p in net.parameters()))
+    streamed = StreamedState(
+        optimizer, mover, region_bytes=64 * MIB, resident_bytes=resident_bytes, moment_dtype=torch.bfloat16
+    )
+    for number in range(6):
+        if number:
+            twin.load_state_dict(net.state_dict())
+            other.load_state_dict(deepcopy(optimizer.state_dict()))
+        for model, stepped in ((net, optimizer), (twin, other)):
+            backward(model, number)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            stepped.step()
+            if stepped is optimizer and number:
+                assert torch.cuda.max_memory_allocated() - before <= 2 * streamed.window.size_bytes
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+        wide = other.state_dict()["state"]
+        for key, state in optimizer.state_dict()["state"].items():
+            for name in MOMENTS & state.keys():
+                bits = wide[key][name].view(torch.int32).cpu()
+                steps = (state[name].float().view(torch.int32).cpu() - (bits & (-1 << 16))) >> 16
+                assert torch.all((steps == 0) | (steps == 1)) and 0.4 < steps.float().mean() < 0.6
+    streamed.close()
+    mover.close()
 
 
 @pytest.mark.parametrize("share", [0.5, 2])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.trainer.remainders import DIGEST_ELEMENTS, block_digests, join, split, written_blocks
+from colo.trainer.remainders import DIGEST_ELEMENTS, block_digests, join, round_at_random, split, written_blocks
 
 SPECIAL = [0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00007FFF, 0x00008000, 0x00008001, 0x7F7FFFFF, 0xFF7FFFFF]
 SPECIAL += [0x7F800000, 0xFF800000, 0x7F7F8000, 0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001, 0x00800000]
@@ -85,3 +85,43 @@ def test_a_thousand_steps_are_those_of_fp32_bit_for_bit():
         weight, remainder = split(join(weight, remainder) - 1e-3 * step)
         assert torch.equal(join(weight, remainder), expected)
     assert expected.isinf().any() or expected[2].abs().max() > 1e38
+
+
+def rounded(values, seed=0):
+    """Round, over memory that has something else in it."""
+    made = torch.full(values.shape, 7.0, dtype=torch.bfloat16)
+    bits = torch.full(values.shape, -1, dtype=torch.int32)
+    round_at_random(values, made, bits, torch.Generator().manual_seed(seed))
+    return made
+
+
+@settings(max_examples=200)
+@given(st.lists(st.one_of(st.integers(0, 2**32 - 1), st.sampled_from(SPECIAL + NANS)), min_size=1, max_size=64))
+def test_what_is_rounded_at_random_is_a_neighbour_and_what_bf16_has_stays(bits):
+    values = floats(bits)
+    made, is_nan = rounded(values), values.isnan()
+    assert torch.equal(made.isnan(), is_nan)
+    below = (values.view(torch.int32) & (-1 << 16))[~is_nan]  # towards zero
+    steps = made.float().view(torch.int32)[~is_nan] - below
+    is_exact = (values.view(torch.int32)[~is_nan] & 0xFFFF) == 0
+    assert torch.all((steps == 0) | (steps == 1 << 16)) and torch.all(steps[is_exact] == 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-(2.0**99), 2.0**99, width=32).filter(lambda x: abs(x) > 1e-30), st.integers(0, 2**32))
+def test_rounding_at_random_is_right_in_the_mean(value, seed):
+    values = torch.full((1 << 16,), value)
+    made = rounded(values, seed).double()
+    gap = (made.max() - made.min()).item()
+    # six standard deviations of a mean of 65,536 draws between two neighbours
+    assert abs(made.mean().item() - values[0].item()) <= 6 * 0.5 * gap / 256 + 1e-12 * abs(value)
+
+
+def test_a_mean_over_a_thousand_steps_falls_as_it_would_in_fp32():
+    nearest, random = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
+    for number in range(2000):
+        nearest.copy_(nearest.float() * 0.999)
+        random = rounded(random.float() * 0.999, number)
+    assert torch.all(nearest == 1), "to the nearest it would stay what it is"
+    assert random.float().mean().item() == pytest.approx(0.999**2000, rel=0.02)
+    assert random.float().std().item() < 0.1 * 0.999**2000

@@ -25,6 +25,7 @@ from colo.trainer import window
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.optimizers import register_separable
 from colo.trainer.planes import Planes, Range
+from colo.trainer.remainders import MOMENTS
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
 from colo.trainer.window import Bucket
@@ -344,6 +345,169 @@ def test_nothing_grows_over_a_hundred_steps(mover):
         state.refresh()
     assert held() == before
     state.close()
+
+
+# ---- moments in bf16 ------------------------------------------------------------------------------------------------
+
+in_bf16 = partial(streamed, moment_dtype=torch.bfloat16)
+
+MOMENTS_OF = {
+    "adamw": adamw,
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9, centered=True),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=1e-2),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+}
+
+
+def made_by(kind, make):
+    """A bf16 model with masters, or an fp32 one."""
+    trained = Trained("plain", dtype=torch.float32 if kind == "plain" else torch.bfloat16)
+    masters = {"plain": lambda m: m, "remainders": MasterWeights, "whole": partial(MasterWeights, remainders=False)}
+    trained.optimizer = masters[kind](make)(trained.net.parameters())
+    return trained
+
+
+@of_planes
+@pytest.mark.parametrize("make", MOMENTS_OF.values(), ids=MOMENTS_OF)
+@pytest.mark.parametrize(("region_bytes", "resident_bytes"), [(1, 0), (9_000, 0), (MIB, 20_000), (16 * 1024, MIB)])
+def test_moments_in_bf16_are_stepped_in_fp32_and_rounded_to_a_neighbour(
+    kind, make, region_bytes, resident_bytes, mover, late
+):
+    twin, ours = made_by(kind, make), made_by(kind, make)
+    state = in_bf16(ours, mover, region_bytes=region_bytes, resident_bytes=resident_bytes)
+    late(state)
+    ups = []
+    for number in range(4):
+        state.window._settle()
+        if number:
+            twin.net.load_state_dict(ours.net.state_dict())
+            twin.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))  # torch widens it
+        for trained in (twin, ours):
+            trained.step(number)
+        assert state.window.device_bytes <= state.window.size_bytes
+        assert all(torch.equal(p, q) for p, q in zip(ours.parameters, twin.parameters, strict=True))
+        states = [trained.optimizer.state_dict()["state"] for trained in (ours, twin)]
+        for key, of in states[0].items():
+            assert of.keys() == states[1][key].keys()
+            for name, value in of.items():
+                exact = states[1][key][name]
+                if name not in MOMENTS:
+                    assert torch.equal(torch.as_tensor(value), torch.as_tensor(exact)), name
+                    continue
+                assert (value.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+                toward_zero = exact.view(torch.int32) & (-1 << 16)
+                steps = (value.float().view(torch.int32) - toward_zero) >> 16
+                assert torch.all((steps == 0) | ((steps == 1) & (exact.view(torch.int32) != toward_zero)))
+                ups.append(steps.float().mean().item())
+        if number == 2:
+            state.window.resident.begin(O)
+    assert 0.3 < sum(ups) / len(ups) < 0.7
+    close_window(state)
+    state.close()
+
+
+@of_planes
+@pytest.mark.parametrize("resident_bytes", [0, 20_000, MIB])
+def test_moments_in_bf16_take_half_and_are_drawn_by_torchs_seed(kind, resident_bytes, mover):
+    runs = []
+    for seed in (3, 3, 4):
+        ours = made_by(kind, adamw)
+        state = in_bf16(ours, mover, resident_bytes=resident_bytes)
+        torch.manual_seed(seed)
+        for number in range(2):
+            ours.step(number)
+        saved = copy.deepcopy((ours.net.state_dict(), ours.optimizer.state_dict(), torch.get_rng_state()))
+        ours.step(2)
+        state.refresh()
+        runs.append(ours)
+        wide = made_by(kind, adamw)
+        others = streamed(wide, mover, resident_bytes=resident_bytes)
+        wide.step(0)
+        num_parameters = sum(p.numel() for p in ours.parameters)
+        saved_bytes = others.window.total_bytes - state.window.total_bytes
+        assert 4 * num_parameters <= saved_bytes <= 4 * num_parameters + 6 * 2 * 2 * 1024 * 2, "but for padding"
+        others.close()
+        again = made_by(kind, adamw)
+        resumed = in_bf16(again, mover, resident_bytes=resident_bytes)
+        again.net.load_state_dict(saved[0])
+        again.optimizer.load_state_dict(saved[1])
+        torch.set_rng_state(saved[2])
+        again.step(2)
+        assert_same(again, ours)
+        resumed.close()
+        state.close()
+    assert_same(runs[0], runs[1])
+    with pytest.raises(AssertionError):
+        assert_same(runs[0], runs[2])
+
+
+@of_planes
+@pytest.mark.parametrize("resident_bytes", [0, 20_000, MIB])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_step_with_moments_in_bf16_that_failed_and_is_repeated_is_one_step(
+    kind, resident_bytes, stepped, mover, monkeypatch
+):
+    pair = [made_by(kind, adamw) for _ in range(2)]
+    states = [in_bf16(trained, mover, resident_bytes=resident_bytes) for trained in pair]
+    for number, ends_at in enumerate((1, 2, 7, 12)):
+        for trained in pair:
+            torch.manual_seed(number)
+            trained.backward(number)
+            if trained is pair[1]:
+                with full_device(monkeypatch, ends_at, stepped=stepped):
+                    trained.optimizer.step()
+            trained.optimizer.step()
+        assert_same(*pair)
+    for state in states:
+        state.close()
+
+
+@of_planes
+@pytest.mark.parametrize("resident_bytes", [0, MIB])
+@pytest.mark.parametrize("place", [None, "cpu"])
+def test_moments_that_were_kept_in_bf16_step_on_when_colo_ends(kind, resident_bytes, place, device):
+    mover, ours = Mover(device, host_limit_bytes=64 * MIB), made_by(kind, adamw)
+    for number in range(2):
+        ours.step(number)  # state that is there is taken in
+    state = in_bf16(ours, mover, resident_bytes=resident_bytes)
+    moment = next(iter(ours.inner.state.values()))["exp_avg"]
+    assert moment.dtype is torch.bfloat16
+    ours.step(2)
+    twin = made_by(kind, adamw)
+    twin.net.load_state_dict(ours.net.state_dict())
+    twin.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
+    state.close(torch.device(place) if place else None)
+    mover.close()
+    if place:  # state that is left where it was goes on by being loaded, as any other
+        ours.optimizer.load_state_dict(ours.optimizer.state_dict())
+    for number in (3, 4):
+        for trained in (twin, ours):
+            trained.step(number)
+    assert_same(ours, twin)
+
+
+def test_moments_in_bf16_learn_what_fp32_ones_do(mover):
+    def loss_after(**options):
+        torch.manual_seed(0)
+        target, inputs = torch.randn(64, 32), torch.randn(512, 32)
+        net = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)).bfloat16()
+        optimizer = MasterWeights(lambda params: torch.optim.AdamW(params, lr=3e-3))(net.parameters())
+        state = StreamedState(optimizer, mover, **options)
+        for number in range(400):
+            batch = inputs[torch.randint(512, (64,), generator=torch.Generator().manual_seed(number))]
+            loss = (net(batch.bfloat16()).float() - batch @ target.T).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state.close()
+        with torch.no_grad():
+            return (net(inputs.bfloat16()).float() - inputs @ target.T).square().mean().item()
+
+    exact, rounded = loss_after(), loss_after(moment_dtype=torch.bfloat16)
+    assert 0.9 < rounded / exact < 1.1
 
 
 # ---- state that stays on the device ---------------------------------------------------------------------------------
