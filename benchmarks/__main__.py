@@ -76,6 +76,11 @@ def _read_size(ctx: click.Context, param: click.Parameter, text: str | None) -> 
         raise click.BadParameter(f"{error}.") from None
 
 
+moment_option = click.option(
+    "--moment-dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of streamed moments."
+)
+
+
 class Stopped(BaseException):
     """Ends a benchmark from a signal handler: a reason, and the exit code."""
 
@@ -204,6 +209,7 @@ def offload() -> None:
         "--range", "ranges", type=click.IntRange(min=1), multiple=True, default=(64, 128), help="MiB; may be repeated."
     ),
     size_option("--resident-state", help="Measure steps with so much of the state on the device, too."),
+    moment_option,
     device_option,
     needs_vllm=False,
 )
@@ -319,6 +325,7 @@ def step() -> None:
     click.option("--offload", type=click.Choice(["auto", "always"]), default="auto", help="Of the flag."),
     click.option("--optimizer", type=click.Choice(["auto", "streamed"]), default="auto", help="Of the flag."),
     size_option("--resident-state", help="Streamed state that stays on the GPU, under the flag."),
+    moment_option,
     click.option("--released", is_flag=True, help="Step and drop gradients within the backward pass, under the flag."),
     click.option("--offload-activations", is_flag=True, help="Keep them in host memory until the backward pass."),
     click.option(

@@ -1,11 +1,12 @@
 """`stream`: a step of optimizer state that stays in host memory, beside what the bus takes for the same bytes.
 
-The optimizer is AdamW with fp32 masters in two bytes beside bf16 weights, gradients are random. The limit is every byte
-of the state in and out again, both ways at once, in copies of 256 MiB; with `--resident-state` once more, without what
-is on the device. Then 8 sequences are trained, one at a time with checkpoints, and one with gradients that are
-released: bytes as the driver counts them. Beside them on a GPU, where torchao is installed, its `CPUOffloadOptimizer`
-trains as many: it steps on the CPU, with moments in bf16 and without masters, and copies all gradients to the host in
-each of the 8 backward passes; with one it frees them there, too.
+The optimizer is AdamW with fp32 masters in two bytes beside bf16 weights and moments in fp32 or, with `--moment-dtype
+bfloat16`, in bf16; gradients are random. The limit is every byte of the state in and out again, both ways at once, in
+copies of 256 MiB; with `--resident-state` once more, without what is on the device. Then 8 sequences are trained, one
+at a time with checkpoints, and one with gradients that are released: bytes as the driver counts them. Beside them on a
+GPU, where torchao is installed, its `CPUOffloadOptimizer` trains as many: it steps on the CPU, with moments in bf16 and
+without masters, and copies all gradients to the host in each of the 8 backward passes; with one it frees them there,
+too.
 """
 
 from __future__ import annotations
@@ -33,17 +34,25 @@ _COPY_BYTES = 256 * MIB
 _STEPS = 5
 
 
-def run(record: Record, *, shape: str, device: str, ranges: tuple[int, ...], resident_state: int | None = None) -> None:
+def run(
+    record: Record,
+    *,
+    shape: str,
+    device: str,
+    ranges: tuple[int, ...],
+    resident_state: int | None = None,
+    moment_dtype: str = "float32",
+) -> None:
     """Measure steps with ranges of each size in MiB, then training; see the module's docstring."""
-    target = torch.device(device)
+    target, moments = torch.device(device), getattr(torch, moment_dtype)
     unit = MIB if target.type == "cuda" else KIB
     for size in ranges:
         record.tell(f"ranges of {size} MiB")
         for staying in [0, *([resident_state] if resident_state else ())]:
-            record.add(_steps(shape, size, size * unit, target, staying * unit // MIB))
+            record.add(_steps(shape, size, size * unit, target, staying * unit // MIB, moments))
     for released in (False, True):
         record.tell("training" + released * " with released gradients")
-        streamed = _streamed(shape, target, min(ranges) * unit, released=released)
+        streamed = _streamed(shape, target, min(ranges) * unit, released=released, moment_dtype=moments)
         way = "training, gradients released" if released else "training"
         record.add(_training(way, streamed, target, sequences=1 if released else 8))
     for offloaded in (False, True) if target.type == "cuda" else ():
@@ -58,7 +67,13 @@ def run(record: Record, *, shape: str, device: str, ranges: tuple[int, ...], res
 
 @contextmanager
 def _streamed(
-    name: str, device: torch.device, range_bytes: int, *, released: bool = False, resident_bytes: int = 0
+    name: str,
+    device: torch.device,
+    range_bytes: int,
+    *,
+    moment_dtype: torch.dtype,
+    released: bool = False,
+    resident_bytes: int = 0,
 ) -> Iterator[tuple[Any, Any, StreamedState]]:
     model, mover = _model(name, device), Mover(device)
     optimizer = MasterWeights(lambda params: torch.optim.AdamW(params, lr=1e-6, fused=True))(model.parameters())
@@ -67,6 +82,7 @@ def _streamed(
         mover,
         region_bytes=range_bytes,
         resident_bytes=resident_bytes,
+        moment_dtype=moment_dtype,
         may_release=(lambda: True) if released else None,
     )
     yield model, optimizer, state
@@ -88,8 +104,11 @@ def _model(name: str, device: torch.device) -> Any:
         return AutoModelForCausalLM.from_config(shape(name, device), dtype=torch.bfloat16)
 
 
-def _steps(shape: str, size: int, range_bytes: int, device: torch.device, resident_bytes: int) -> Row:
-    with _streamed(shape, device, range_bytes, resident_bytes=resident_bytes) as (model, optimizer, state):
+def _steps(
+    shape: str, size: int, range_bytes: int, device: torch.device, resident_bytes: int, moment_dtype: torch.dtype
+) -> Row:
+    streamed = _streamed(shape, device, range_bytes, moment_dtype=moment_dtype, resident_bytes=resident_bytes)
+    with streamed as (model, optimizer, state):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         with _driver_bytes(device) as used:

@@ -170,6 +170,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
             "colo_offload": options["offload"],
             "colo_optimizer": options["optimizer"],
             "colo_resident_state_bytes": str(options["resident_state"]) if options["resident_state"] else None,
+            "colo_moment_dtype": options["moment_dtype"],
             "colo_release_gradients": options["released"],
             "colo_offload_activations": options["offload_activations"],
             "colo_engine_options": {"enforce_eager": True}

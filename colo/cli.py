@@ -181,6 +181,12 @@ def demo(html: Path, png: Path | None, json_path: Path | None, **asked: Any) -> 
     default="auto",
     help="Where the optimizer's state is while it steps: on the GPU as a whole, or streamed through it.",
 )
+@click.option(
+    "--moment-dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    help="Precision in which streamed moments wait: bfloat16 takes half of the bytes.",
+)
 @click.option("--release-gradients", is_flag=True, help="Step and drop each gradient within the backward pass.")
 @click.option("--offload-activations", is_flag=True, help="Keep layers' inputs in host memory until the backward pass.")
 @click.option("--context", type=click.IntRange(min=1), default=4096, help="Tokens of prompt and completion together.")

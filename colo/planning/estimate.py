@@ -15,7 +15,7 @@ from enum import StrEnum
 from math import prod
 from typing import Any
 
-from colo.config import OptimizerState
+from colo.config import MomentDtype, OptimizerState
 from colo.engine import check_number, plain
 from colo.phases import phase as names
 from colo.planning.cards import Card, read_card, smallest_card
@@ -73,6 +73,7 @@ class Workload:
     mode: Mode = Mode.FULL
     optimizer: Optimizer = Optimizer.ADAMW
     state: OptimizerState = OptimizerState.AUTO  # where the optimizer's state is while it steps
+    moment_dtype: MomentDtype = MomentDtype.FLOAT32  # of streamed state, between steps
     release_gradients: bool = False  # each is stepped and dropped within the backward pass
     offload_activations: bool = False  # layers' inputs wait for the backward pass in host memory
     tp: int = 1  # tensor-parallel ranks, of engine and trainer alike
@@ -83,7 +84,8 @@ class Workload:
     residual_bytes: int = ENGINE_RESIDUAL_BYTES + TRAINER_RESIDUAL_BYTES  # on the device in every phase
 
     def __post_init__(self) -> None:
-        for name, kind in (("mode", Mode), ("optimizer", Optimizer), ("state", OptimizerState)):
+        kinds: dict[str, type[StrEnum]] = {"mode": Mode, "optimizer": Optimizer}
+        for name, kind in (kinds | {"state": OptimizerState, "moment_dtype": MomentDtype}).items():
             value, known = getattr(self, name), [str(member) for member in kind]
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, but is {value!r}")
@@ -97,6 +99,10 @@ class Workload:
         for name in ("release_gradients", "offload_activations", "fold_adapter"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        contrary = (("state", OptimizerState.RESIDENT), ("optimizer", Optimizer.ADAFACTOR))
+        for name, value in contrary if self.moment_dtype is MomentDtype.BFLOAT16 else ():
+            if getattr(self, name) is value:
+                raise ValueError(f"moment_dtype bfloat16 is of streamed AdamW or SGD, and {name} is {value}")
         if self.fold_adapter and self.mode is not Mode.LORA:
             raise ValueError(f"fold_adapter is for mode lora, an adapter on 16-bit weights, and mode is {self.mode}")
 
@@ -303,7 +309,10 @@ def smallest_cards(shape: ModelShape, workload: Workload) -> dict[str, tuple[int
     found: dict[str, tuple[int, Card | None]] = {}
     for way, (mode, state, release) in WAYS.items():
         is_folded = workload.fold_adapter and mode is Mode.LORA
-        changed = replace(workload, mode=mode, state=state, release_gradients=release, fold_adapter=is_folded)
+        # kept in fp32 where the class keeps them itself
+        dtype = MomentDtype.FLOAT32 if state is OptimizerState.RESIDENT else workload.moment_dtype
+        settings: dict[str, Any] = {"mode": mode, "state": state, "moment_dtype": dtype, "release_gradients": release}
+        changed = replace(workload, **settings, fold_adapter=is_folded)
         needed_bytes = _evaluate(shape, changed).needed_bytes
         found[way] = needed_bytes, smallest_card(needed_bytes)
     return found
@@ -353,8 +362,11 @@ def _fitting(found: Estimate, **changes: Any) -> Estimate | None:
 
 
 def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
-    """Estimate with the optimizer's state where it is asked for: `auto` streams it where the whole does not fit."""
-    if w.state is OptimizerState.STREAMED:
+    """Estimate with the optimizer's state where it is asked for: `auto` streams it where the whole does not fit.
+
+    So it does where moments are kept in bf16, of which then as much stays on the device as fits.
+    """
+    if w.state is OptimizerState.STREAMED or w.moment_dtype is MomentDtype.BFLOAT16:
         return _estimated(shape, w, streamed=True)
     resident = _estimated(shape, w, streamed=False)
     if w.state is OptimizerState.RESIDENT or resident.fits:
@@ -488,7 +500,7 @@ def trainer_state(shape: ModelShape, w: Workload) -> dict[str, int]:
     return base | {
         names.TRAINER_PARAMETERS: 0 if full else 4 * num_trained,
         names.TRAINER_GRADIENTS: (w.dtype_bytes if full else 4) * num_trained,
-        names.TRAINER_OPTIMIZER: sum(optimizer_bytes(w.optimizer, size) * count for size, count in trained),
+        names.TRAINER_OPTIMIZER: sum(_moment_bytes(w, size) * count for size, count in trained),
         names.TRAINER_MASTER_WEIGHTS: 2 * num_trained if full and w.dtype_bytes < 4 else 0,
     }
 
@@ -508,16 +520,18 @@ def window_bytes(shape: ModelShape, w: Workload) -> Window:
     """
     masters = 2 if w.mode is Mode.FULL and w.dtype_bytes < 4 else 0
     dtype_bytes = w.dtype_bytes if w.mode is Mode.FULL else 4
-    tensors = [(prod(size), count, optimizer_bytes(w.optimizer, size)) for size, count in _trained(shape, w)]
+    tensors = [(prod(size), count, _moment_bytes(w, size)) for size, count in _trained(shape, w)]
     num_trained = sum(elements * count for elements, count, _ in tensors)
     largest = max(elements for elements, _, _ in tensors)
     if w.optimizer is Optimizer.ADAFACTOR:
         held = max(masters * elements + state for elements, _, state in tensors)
         window = 3 * max(min(RANGE_BYTES, (masters + 1) * num_trained), held) + (8 if masters else 0) * largest
         return Window(state=window, gradients=2 * largest * dtype_bytes)
-    state_bytes = masters + optimizer_bytes(w.optimizer, (1,))
+    state_bytes = masters + _moment_bytes(w, (1,))
     elements = min(num_trained, RANGE_BYTES // state_bytes)
     flat_bytes = 2 * (4 if masters else dtype_bytes)
+    # moments that are kept in bf16 are stepped in fp32
+    flat_bytes += optimizer_bytes(w.optimizer, (1,)) if w.moment_dtype is MomentDtype.BFLOAT16 else 0
     return Window(
         state=(NUM_SLOTS * state_bytes + flat_bytes) * elements, gradients=2 * max(largest, elements) * dtype_bytes
     )
@@ -535,3 +549,7 @@ def optimizer_bytes(optimizer: Optimizer, shape: tuple[int, ...]) -> int:
     if optimizer is Optimizer.ADAFACTOR and len(shape) > 1:
         return 4 * prod(shape[:-2]) * (shape[-2] + shape[-1])
     return (8 if optimizer is Optimizer.ADAMW else 4) * prod(shape)
+
+
+def _moment_bytes(w: Workload, shape: tuple[int, ...]) -> int:
+    return optimizer_bytes(w.optimizer, shape) // (2 if w.moment_dtype is MomentDtype.BFLOAT16 else 1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colo.config import Offload, OptimizerState, RuntimeConfig
+from colo.config import MomentDtype, Offload, OptimizerState, RuntimeConfig
 from colo.engine import Engine
 from colo.errors import BudgetError, Unsupported
 from colo.memory.offload import Mover
@@ -34,7 +34,7 @@ from colo.phases.trace import Trace
 from colo.phases.transition import Action, Ledger, Transition
 from colo.planning.estimate import PASS_FRACTION
 from colo.runtime.versions import WeightVersions
-from colo.trainer.optimizers import as_torch, why_not_separable
+from colo.trainer.optimizers import as_torch, base_of, is_elementwise, why_not_separable
 from colo.trainer.session import LATE, TrainerEvents, TrainerSession
 from colo.units import format_bytes
 from colo.weights.publish import Publisher
@@ -77,11 +77,20 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
     """
     config, ranks = parts.config, parts.transport.source.ranks
     reason = why_not_separable(as_torch(parts.optimizer))
+    is_rounded = config.moment_dtype is MomentDtype.BFLOAT16
+    if is_rounded:
+        base = base_of(parts.optimizer)
+        if reason is None and not is_elementwise(base):
+            reason = f"{type(base).__name__} is none of torch's classes that step element by element, such as AdamW"
+        if reason is not None:
+            raise Unsupported(f'moment_dtype="bfloat16" is of streamed state: {reason}')
     placement = OptimizerState.STREAMED if config.release_gradients else config.optimizer
     if placement is OptimizerState.STREAMED:
         if reason is not None:
             raise Unsupported(f"RuntimeConfig has optimizer='streamed': {reason}")
         return _planned(parts, events, "streamed: asked for", streamed=True, resident_bytes=config.resident_state_bytes)
+    if is_rounded:
+        return _streamed(parts, events, "streamed: range by range")
     if placement is OptimizerState.AUTO and config.offload is not Offload.NEVER and reason is None:
         # resident first: only where it does not fit does state pass through the host in every step
         found = _attempt(parts, events)
@@ -185,7 +194,9 @@ def _side(
     try:
         scheduler = make_scheduler(parts, session)
         with planning:
-            return TrainerSide(session=session, scheduler=scheduler, rollout=check_phases(scheduler), why=why)
+            rollout = check_phases(scheduler)
+        why += ", moments in bfloat16" * (parts.config.moment_dtype is MomentDtype.BFLOAT16)
+        return TrainerSide(session=session, scheduler=scheduler, rollout=rollout, why=why)
     except BaseException:
         # the session has hooked the optimizer: without a runtime every step would call into nothing
         session.close()
@@ -203,6 +214,7 @@ def _session(parts: Parts, events: TrainerEvents, *, streamed: bool, resident_by
         streamed=streamed,
         release_gradients=parts.config.release_gradients,
         resident_bytes=resident_bytes,
+        moment_dtype=getattr(torch, parts.config.moment_dtype),
     )
 
 

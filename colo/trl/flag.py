@@ -19,7 +19,7 @@ from trl.trainer import grpo_trainer
 
 from colo.assembly.arguments import chosen_device, default_engine
 from colo.assembly.launch import refuse_adapted_head, revision_of, start, tokenizer_of
-from colo.config import Offload, OptimizerState, RuntimeConfig
+from colo.config import MomentDtype, Offload, OptimizerState, RuntimeConfig
 from colo.errors import Unsupported
 from colo.trl.attachment import ATTACHED, add_tokenizer, add_vllm_options, attach
 from colo.trl.checks import PromptReader, check_args, check_checkpoint, check_columns, check_output, check_released
@@ -78,6 +78,10 @@ class ColoOptions:
         default=None,
         metadata={"help": "Streamed state that stays on the GPU, such as 30GiB; with `auto` what fits."},
     )
+    colo_moment_dtype: str = field(
+        default="float32",
+        metadata={"help": "Precision of the optimizer's moments between steps: `float32`, or `bfloat16` in half."},
+    )
     colo_release_gradients: bool = field(
         default=False,
         metadata={"help": "Step and drop each gradient within the backward pass; its optimizer's state is streamed."},
@@ -112,6 +116,7 @@ class ColoOptions:
         self.refuse_use_vllm()
         self.colo_offload = _choice("colo_offload", self.colo_offload, Offload)
         self.colo_optimizer = _choice("colo_optimizer", self.colo_optimizer, OptimizerState)
+        self.colo_moment_dtype = _choice("colo_moment_dtype", self.colo_moment_dtype, MomentDtype)
         if self.colo_partial_rollouts and self.colo_seeded:
             raise ValueError(
                 "colo_seeded seeds completions by their step, and colo_partial_rollouts spreads them over several "
@@ -160,6 +165,7 @@ class ColoOptions:
         return RuntimeConfig(
             offload=Offload(self.colo_offload),
             optimizer=OptimizerState(self.colo_optimizer),
+            moment_dtype=MomentDtype(self.colo_moment_dtype),
             kv_cache_bytes=self.colo_kv_cache_bytes,  # type: ignore[arg-type]  # read as a size
             resident_state_bytes=self.colo_resident_state_bytes,  # type: ignore[arg-type]  # read as a size
             release_gradients=self.colo_release_gradients,
@@ -168,7 +174,7 @@ class ColoOptions:
         )
 
 
-def _choice(name: str, value: str, kind: type[Offload] | type[OptimizerState]) -> str:
+def _choice(name: str, value: str, kind: type[Offload] | type[OptimizerState] | type[MomentDtype]) -> str:
     if value not in tuple(kind):
         raise ValueError(f"{name} must be one of {', '.join(kind)}, not {value!r}")
     return kind(value).value

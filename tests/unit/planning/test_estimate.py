@@ -328,6 +328,24 @@ def test_of_streamed_state_stays_what_every_phase_leaves_free():
     assert plan(gpu_memory_bytes=found.needed_bytes).resident_state_bytes == 0
 
 
+def test_moments_in_bf16_take_half_of_the_host_and_of_the_bus():
+    wide, found = plan(state="streamed"), plan(state="streamed", moment_dtype="bfloat16")
+    assert found.host_bytes == found.state_bytes == 6 * PARAMETERS and wide.state_bytes == 10 * PARAMETERS
+    assert found.step_wait_s == pytest.approx(0.6 * wide.step_wait_s)
+    elements = 64 * MIB // 6  # slots, and in fp32 masters, gradients and two moments of what is stepped
+    assert found.phases["step"]["trainer.optimizer"] == (3 * 6 + 8 + 8) * elements
+    auto = plan(moment_dtype="bfloat16", gpu_memory_bytes=140 * GIB)
+    assert auto.streamed and auto.resident_state_bytes == auto.state_bytes and not auto.step_wait_s
+    assert plan(mode="lora", moment_dtype="bfloat16").state_bytes * 2 == plan(mode="lora").state_bytes
+    for name, value in (("state", "resident"), ("optimizer", "adafactor")):
+        with pytest.raises(
+            ValueError, match=f"moment_dtype bfloat16 is of streamed AdamW or SGD, and {name} is {value}"
+        ):
+            plan(moment_dtype="bfloat16", **{name: value})
+    with pytest.raises(ValueError, match="moment_dtype must be one of float32, bfloat16"):
+        plan(moment_dtype="bf16")
+
+
 def test_qwen3_8b_is_trained_in_full_on_48_gib():
     assert plan(gpu_memory_bytes=48 * GIB, generations=8).fits
     assert not plan(gpu_memory_bytes=48 * GIB, generations=8, state="resident").fits

@@ -181,6 +181,98 @@ def test_state_that_stays_is_saved_and_loaded_like_any(settings):
         assert rt.scheduler.segments[TRAINER_RESIDENT_STATE].device_bytes
 
 
+# ---- moments in bf16 -------------------------------------------------------------------------------------------------
+
+IN_BF16 = {"moment_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"device_limit_bytes": "least"},
+        {"device_limit_bytes": "some"},
+        {},
+        {"offload": "always"},
+        {"optimizer": "streamed"},
+        {"release_gradients": True},
+        {"optimizer": "streamed", "resident_state_bytes": "64KiB"},
+    ],
+    ids=str,
+)
+def test_moments_in_bf16_take_half_and_train(settings):
+    with launch(optimizer="streamed") as rt:
+        wide_bytes = rt.scheduler.segments[TRAINER_OPTIMIZER].total_bytes
+        before = {name: p.detach().clone() for name, p in rt.model.named_parameters()}
+        expected = train(rt, 20)
+    limits = {"least": smallest_limit(), "some": smallest_limit() + wide_bytes // 4}
+    if limit := settings.get("device_limit_bytes"):
+        settings = settings | {"device_limit_bytes": limits[limit]}
+    with launch(**IN_BF16, **settings) as rt:
+        trained = train(rt, 20)
+        why, window = rt.report().facts["optimizer"], rt.scheduler.segments[TRAINER_OPTIMIZER]
+        assert why.startswith("streamed: ") and why.endswith(", moments in bfloat16")
+        assert window.total_bytes == pytest.approx(0.6 * wide_bytes, rel=0.01), "6 bytes a parameter, not 10"
+        stays = rt.scheduler.segments.get(TRAINER_RESIDENT_STATE)
+        if limit == "some":
+            assert 0 < stays.device_bytes < window.total_bytes
+        if not settings:
+            assert stays.device_bytes == pytest.approx(window.total_bytes, rel=0.1) and not window.host_bytes
+        if limit:
+            assert max(rt.trace.peak_bytes(p) for p in (Phase.ROLLOUT, Phase.TRAIN)) <= limits[limit]
+        assert rt.optimizer.state_dict()["state"][0]["exp_avg"].dtype is torch.bfloat16
+        moved = torch.cat([(expected[name] - p).flatten() for name, p in before.items()]).float()
+        apart = torch.cat([(expected[name] - p).flatten() for name, p in trained.items()]).float()
+        assert 0 < apart.norm() < 0.2 * moved.norm(), "other weights, and near them"
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "streamed"}, {"release_gradients": True}], ids=str)
+def test_a_resumed_run_with_moments_in_bf16_makes_the_same_weights(settings):
+    settings = IN_BF16 | settings
+    with launch(**settings) as rt:
+        train(rt, 2)
+        saved = copy.deepcopy((rt.model.state_dict(), rt.optimizer.state_dict(), torch.get_rng_state()))
+        expected = train(rt, 2, first=2)
+    with launch(**settings) as rt:
+        train(rt, 1)
+        with rt.train():
+            rt.model.load_state_dict(saved[0])
+            rt.optimizer.load_state_dict(saved[1])
+        torch.set_rng_state(saved[2])
+        assert all(torch.equal(p, expected[name]) for name, p in train(rt, 2, first=2).items())
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda params: torch.optim.Adafactor(params, lr=1e-2), "Adafactor is none of torch's classes that step elem"),
+        (lambda params: MasterWeights(lambda p: torch.optim.Muon(p, lr=1e-2))(params), "Muon is none of torch's"),
+        (torch.optim.LBFGS, "LBFGS.step asks for a closure"),
+    ],
+    ids=["Adafactor", "Muon", "LBFGS"],
+)
+def test_moments_that_a_class_keeps_itself_are_refused_before_anything_is_hooked(make, why):
+    optimizer = None
+
+    def made(params):
+        nonlocal optimizer
+        optimizer = make([p for p in params if p.dim() == 2])
+        return optimizer
+
+    with pytest.raises(Unsupported, match=f'moment_dtype="bfloat16" is of streamed state: {why}'):
+        runtimes.launch(small_qwen3(), optimizer=made, config=RuntimeConfig(**IN_BF16, kv_cache_bytes=KV_BYTES))
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_moments_that_are_not_streamed_are_not_rounded():
+    for contrary in ({"offload": "never"}, {"optimizer": "resident"}):
+        with pytest.raises(
+            ValueError, match=f'moment_dtype="bfloat16" is of streamed state: .* {next(iter(contrary))}='
+        ):
+            RuntimeConfig(**IN_BF16, **contrary)
+    with pytest.raises(ValueError, match="moment_dtype must be one of float32, bfloat16, not 'float16'"):
+        RuntimeConfig(moment_dtype="float16")
+
+
 def test_nothing_grows_over_a_hundred_cycles():
     with launch(optimizer="streamed", device_limit_bytes=smallest_limit()) as rt:
         train(rt, 3)

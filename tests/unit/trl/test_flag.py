@@ -49,12 +49,13 @@ def test_a_command_line_is_parsed(kind, tmp_path):
     ]
     words += ["--colo_kv_cache_bytes", "8MiB", "--colo_offload", "auto", "--colo_seeded"]
     words += ["--colo_optimizer", "streamed", "--colo_resident_state_bytes", "1MiB", "--colo_fold_adapter"]
+    words += ["--colo_moment_dtype", "bfloat16"]
     words += ["--colo_engine_options", '{"max_num_seqs": 4}']
     (args,) = HfArgumentParser(kind).parse_args_into_dataclasses(words)
     assert (args.fast_inference, args.colo_engine, args.colo_seeded) == (True, "torch", True)
     assert args.colo_engine_options == {"max_num_seqs": 4}
     assert (args.colo_config().kv_cache_bytes, args.colo_config().offload) == (8 * MIB, Offload.AUTO)
-    assert args.colo_config().resident_state_bytes == MIB
+    assert (args.colo_config().resident_state_bytes, args.colo_config().moment_dtype) == (MIB, "bfloat16")
     assert (args.colo_config().optimizer, args.colo_config().fold_adapter) == (OptimizerState.STREAMED, True)
 
 
@@ -98,6 +99,8 @@ def test_the_earlier_name_of_the_caches_size_is_taken_with_a_warning_and_kept_no
         ({"colo_optimizer": "paged"}, "colo_optimizer must be one of auto, resident, streamed, not 'paged'"),
         ({"colo_kv_cache_bytes": "0"}, "colo_kv_cache_bytes must be a positive number of bytes or None, not 0"),
         ({"colo_offload": "always", "colo_resident_state_bytes": "1GiB"}, "colo_resident_state_bytes keeps .*always"),
+        ({"colo_moment_dtype": "fp8"}, "colo_moment_dtype must be one of float32, bfloat16, not 'fp8'"),
+        ({"colo_moment_dtype": "bfloat16", "colo_offload": "never"}, "colo_moment_dtype=.* is of streamed state"),
         ({"colo_kv_cache_bytes": "4 gibs"}, "colo_kv_cache_bytes: cannot read '4 gibs' as a size"),
         ({"colo_release_gradients": True, "gradient_accumulation_steps": 1}, "pass max_grad_norm=0"),
         ({"colo_release_gradients": True, "gradient_accumulation_steps": 2}, "accumulation_steps must be 1, not 2"),
@@ -111,8 +114,10 @@ def test_the_earlier_name_of_the_caches_size_is_taken_with_a_warning_and_kept_no
         "engine",
         "offload",
         "optimizer",
-        "resident",
         "cache",
+        "resident",
+        "moments",
+        "not streamed",
         "unit",
         "clipped",
         "accumulated",
