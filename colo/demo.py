@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,7 @@ from colo.errors import Unsupported
 from colo.phases.phase import TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.rl.loop import GRPOConfig, Problem, grpo
 from colo.runtime import Runtime
-from colo.testing import tiny_config
+from colo.testing import tiny_config, tiny_tokenizer
 from colo.units import KIB, MIB
 from colo.weights.sources.module import ModuleSource
 
@@ -61,21 +61,6 @@ VLLM_POOL_BYTES = 20 * MIB
 """Size of vLLM's KV cache on a GPU, where its pool gives memory in pieces of this size."""
 
 Tell = Callable[[str], None]
-
-
-class CharTokenizer:
-    """Every character of the alphabet is a token."""
-
-    eos_token_id = END
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        """Token ids of a text. Raises: `ValueError` for a character outside the alphabet."""
-        return {"input_ids": [ALPHABET.index(character) for character in text]}
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids, without the end mark if asked."""
-        text = "".join(ALPHABET[token] for token in token_ids)
-        return text.replace(";", "") if skip_special_tokens else text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,13 +170,12 @@ def _sampled_accuracy(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> fl
 
 def _all_sums() -> tuple[torch.Tensor, torch.Tensor]:
     """Every sum of two digits as token ids, padded, and labels that count the answer only."""
-    encode = CharTokenizer()
     sums = [(f"{a}+{b}=", f"{a + b};") for a in range(NUM_DIGITS) for b in range(NUM_DIGITS)]
     length = max(len(prompt + answer) for prompt, answer in sums)
     ids = torch.full((len(sums), length), END, device="cpu")
     labels = torch.full_like(ids, -100)
     for row, (prompt, answer) in enumerate(sums):
-        tokens = encode(prompt + answer)["input_ids"]
+        tokens = [ALPHABET.index(character) for character in prompt + answer]
         ids[row, : len(tokens)] = torch.tensor(tokens, device="cpu")
         labels[row, len(prompt) : len(tokens)] = ids[row, len(prompt) : len(tokens)]
     return ids, labels
@@ -238,7 +222,7 @@ def _runtime(
         optimizer=lambda params: torch.optim.AdamW(params, lr=LEARNING_RATE[mode], betas=BETAS, weight_decay=0.0),
         device=device,
         dtype=dtype,
-        tokenizer=CharTokenizer(),
+        tokenizer=tiny_tokenizer(ALPHABET),
         config=config,
     )
 

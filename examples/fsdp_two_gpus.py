@@ -25,9 +25,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import colo
-from colo.demo import CharTokenizer, warm_up
+from colo.demo import ALPHABET, warm_up
 from colo.rl.loop import Batch
 from colo.rl.loss import group_advantages, grpo_loss
+from colo.testing import tiny_tokenizer
 from colo.trainer.master_weights import MasterWeights
 
 PROBLEMS = 25  # a step, on each rank
@@ -62,7 +63,7 @@ def build(name: str | None, device: torch.device) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(name)
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).to(device), tokenizer
     torch.manual_seed(0)
-    return warm_up(torch.device("cpu"), seed=0, tell=lambda words: None).to(device), CharTokenizer()
+    return warm_up(torch.device("cpu"), seed=0, tell=lambda words: None).to(device), tiny_tokenizer(ALPHABET)
 
 
 def share(args: argparse.Namespace, device: torch.device) -> colo.Runtime:

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 import torch
 
 import colo
-from colo.demo import CharTokenizer, warm_up
+from colo.demo import ALPHABET, warm_up
 from colo.rl.logprob import model_logprobs
 from colo.rl.loop import Batch
 from colo.rl.loss import group_advantages, grpo_loss
+from colo.testing import tiny_tokenizer
 from colo.trainer.master_weights import MasterWeights
 
 PROBLEMS = 50  # a step
@@ -49,7 +50,7 @@ def launch(model: str | None, device: str | None) -> colo.Runtime:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # a model this small gains nothing from more
     tiny = warm_up(torch.device("cpu"), seed=0, tell=print)
-    return colo.launch(tiny, optimizer=optimizer, device=device, tokenizer=CharTokenizer(), config=config)
+    return colo.launch(tiny, optimizer=optimizer, device=device, tokenizer=tiny_tokenizer(ALPHABET), config=config)
 
 
 def reward(completion: colo.Completion, answer: int) -> float:

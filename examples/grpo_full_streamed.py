@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 import colo
-from colo.demo import CharTokenizer, warm_up
+from colo.demo import ALPHABET, warm_up
 from colo.phases.phase import ENGINE_WEIGHTS, TRAINER_OPTIMIZER, Phase
 from colo.rl.loop import GRPOConfig, Problem, grpo
+from colo.testing import tiny_tokenizer
 from colo.units import MIB, format_bytes
 
 PROBLEMS = [Problem(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(10) for b in range(10)]
@@ -41,7 +42,7 @@ def launch(model: Any, device: str | None, **settings: Any) -> colo.Runtime:
     adamw = colo.optim.MasterWeights(lambda params: torch.optim.AdamW(params, lr=5e-4, weight_decay=0.0))
     small = {"kv_cache_bytes": MIB // 2, "region_bytes": 64 * 1024}  # ranges of a tiny model
     config = colo.RuntimeConfig(**(small | settings))
-    tokenizer = CharTokenizer()
+    tokenizer = tiny_tokenizer(ALPHABET)
     model = copy.deepcopy(model)
     return colo.launch(model, dtype="bfloat16", optimizer=adamw, device=device, tokenizer=tokenizer, config=config)
 

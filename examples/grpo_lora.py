@@ -17,8 +17,9 @@ import torch
 from peft import LoraConfig
 
 import colo
-from colo.demo import CharTokenizer, warm_up
+from colo.demo import ALPHABET, warm_up
 from colo.rl.loop import GRPOConfig, train_step
+from colo.testing import tiny_tokenizer
 
 PROBLEMS = 50  # a step
 CONFIG = GRPOConfig(group_size=8, max_tokens=4, micro_batch_size=400)
@@ -46,7 +47,7 @@ def launch(model: str | None, device: str | None) -> colo.Runtime:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # a model this small gains nothing from more
     tiny = warm_up(torch.device("cpu"), seed=0, tell=print)
-    return colo.launch(tiny, lora=lora, optimizer=optimizer, device=device, tokenizer=CharTokenizer())
+    return colo.launch(tiny, lora=lora, optimizer=optimizer, device=device, tokenizer=tiny_tokenizer(ALPHABET))
 
 
 def prompts(sums: list[tuple[int, int]]) -> list[str]:

@@ -26,9 +26,10 @@ from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import colo
-from colo.demo import CharTokenizer, warm_up
+from colo.demo import ALPHABET, warm_up
 from colo.rl.loop import Batch
 from colo.rl.loss import group_advantages, grpo_loss
+from colo.testing import tiny_tokenizer
 from colo.weights.sources.megatron import MegatronSource
 from colo.weights.sources.module import ModuleSource
 
@@ -93,7 +94,7 @@ def share(args: argparse.Namespace, device: torch.device) -> colo.Runtime:
         model, tokenizer = AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
     else:
         torch.manual_seed(0)
-        model, tokenizer = warm_up(torch.device("cpu"), seed=0, tell=lambda words: None), CharTokenizer()
+        model, tokenizer = warm_up(torch.device("cpu"), seed=0, tell=lambda words: None), tiny_tokenizer(ALPHABET)
     stage = build(model, device)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-6 if args.model else 5e-4, weight_decay=0.0)
     config = colo.RuntimeConfig(offload=colo.Offload.ALWAYS)

@@ -12,13 +12,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel as Bytes
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-from colo.demo import CharTokenizer
+from colo.demo import ALPHABET
 from colo.engine import Completion
 from colo.engines.text import encode_prompts, with_text
 from colo.engines.vllm.client.llm_link import completions
 from colo.errors import Unsupported
+from colo.testing import tiny_tokenizer
 from tests.checkpoints import char_tokenizer
 
+CHARS = tiny_tokenizer(ALPHABET)
 QUESTION = [{"role": "user", "content": "1+2="}]
 RENDERED = [2, 5, 14, 6, 15, 1, 3]
 SHORT = [{"role": "user", "content": "1"}]
@@ -38,13 +40,13 @@ def completion(token_ids):
 
 
 def test_texts_are_encoded_and_token_ids_kept():
-    assert encode_prompts(["1+2", (3, 4)], CharTokenizer()) == [[1, 10, 2], [3, 4]]
+    assert encode_prompts(["1+2", (3, 4)], CHARS) == [[1, 10, 2], [3, 4]]
     assert encode_prompts([[3, 4]], None) == [[3, 4]]
     assert encode_prompts([], None) == []
 
 
 def test_what_can_be_read_only_once_is_read_once():
-    assert encode_prompts((prompt for prompt in ["1+2", [3, 4]]), CharTokenizer()) == [[1, 10, 2], [3, 4]]
+    assert encode_prompts((prompt for prompt in ["1+2", [3, 4]]), CHARS) == [[1, 10, 2], [3, 4]]
     assert encode_prompts([(token for token in (3, 4))], None) == [[3, 4]]
     with pytest.raises(TypeError, match="pass \\[prompt\\] for one"):
         encode_prompts(iter([1, 2]), None)
@@ -53,19 +55,19 @@ def test_what_can_be_read_only_once_is_read_once():
 @pytest.mark.parametrize("prompts", ["1+2", [1, 2]])
 def test_one_prompt_is_not_taken_for_many(prompts):
     with pytest.raises(TypeError, match="pass \\[prompt\\] for one"):
-        encode_prompts(prompts, CharTokenizer())
+        encode_prompts(prompts, CHARS)
 
 
 @pytest.mark.parametrize("prompts", [b"1+2", None, 7, torch.tensor([1, 2])])
 def test_what_is_no_list_of_prompts_is_refused(prompts):
     with pytest.raises(TypeError, match="prompts is a list of prompts, each a text or a list of token ids"):
-        encode_prompts(prompts, CharTokenizer())
+        encode_prompts(prompts, CHARS)
 
 
 @pytest.mark.parametrize("prompt", [[1.0, 2.0], ["1", "+"], [[1, 2]], None, b"1+2", torch.tensor([1.0])])
 def test_what_is_no_prompt_is_named(prompt):
     with pytest.raises(TypeError, match="prompt 1 is neither a text nor a list of token ids, but "):
-        encode_prompts([[1, 2], prompt], CharTokenizer())
+        encode_prompts([[1, 2], prompt], CHARS)
 
 
 @pytest.mark.parametrize(
@@ -83,19 +85,19 @@ def test_a_text_needs_a_tokenizer():
 
 
 def test_text_is_added_where_there_is_a_tokenizer():
-    assert with_text(completion((8, 12)), CharTokenizer()).text == "8"
+    assert with_text(completion((8, 12)), CHARS).text == "8"
     assert with_text(completion((8, 12)), None).text is None
 
 
 def test_a_text_ends_before_the_stop_token_which_need_be_no_special_one():
     stopped = completion((8, 9))
-    assert with_text(stopped, CharTokenizer()).text == "8"
-    assert with_text(replace(stopped, finish_reason="length"), CharTokenizer()).text == "89"
+    assert with_text(stopped, CHARS).text == "8"
+    assert with_text(replace(stopped, finish_reason="length"), CHARS).text == "89"
 
 
 @pytest.mark.parametrize("text", ["", "8;"])
 def test_a_text_of_the_engines_own_is_kept(text):
-    assert with_text(replace(completion((8, 12)), text=text), CharTokenizer()).text == text
+    assert with_text(replace(completion((8, 12)), text=text), CHARS).text == text
 
 
 def test_a_text_is_decoded_when_it_is_read_and_once():
@@ -109,7 +111,7 @@ def test_a_text_is_decoded_when_it_is_read_and_once():
 
 
 def test_a_completion_that_is_pickled_or_changed_has_its_text():
-    lazy = with_text(completion((8, 12)), CharTokenizer())
+    lazy = with_text(completion((8, 12)), CHARS)
     assert pickle.loads(pickle.dumps(lazy)).text == "8"
     assert replace(lazy, prompt_index=3).text == "8"
     with pytest.raises(AttributeError):
@@ -147,7 +149,7 @@ def test_images_are_refused(part):
         encode_prompts({"input_ids": [[1]], "pixel_values": [0.0]}, None)
 
 
-@pytest.mark.parametrize("tokenizer", [char_tokenizer(chat_template=None), CharTokenizer()], ids=["unset", "without"])
+@pytest.mark.parametrize("tokenizer", [char_tokenizer(chat_template=None), object()], ids=["unset", "without"])
 def test_a_conversation_needs_a_chat_template(tokenizer):
     with pytest.raises(ValueError, match=r"the tokenizer has no chat template: set tokenizer.chat_template"):
         encode_prompts([QUESTION], tokenizer)
@@ -221,7 +223,7 @@ def test_an_encoding_is_one_prompt_or_several_or_one_of_a_list():
 
 def test_vllms_own_prompts_are_taken():
     given = [{"prompt_token_ids": [1, 2]}, {"prompt": "1+"}, {"prompt": "1+", "prompt_token_ids": [3]}]
-    assert encode_prompts(given, CharTokenizer()) == [[1, 2], [1, 10], [3]]
+    assert encode_prompts(given, CHARS) == [[1, 2], [1, 10], [3]]
     assert encode_prompts({"prompt_token_ids": (4, 5), "cache_salt": "x"}, None) == [[4, 5]]
     with pytest.raises(Unsupported, match="prompt 1 comes with multi_modal_data: colo samples from text alone"):
         encode_prompts([[1], {"prompt": "a", "multi_modal_data": {"image": 1}}], None)
