@@ -359,10 +359,10 @@ def unit_ticks(low: float, high: float, units: Sequence[Unit], count: int = 5) -
     return [(tick * factor, f"{tick:g} {name}".rstrip() if tick else "0") for tick in values]
 
 
-def extremes(values: Sequence[float], num_bins: int = 400) -> list[int]:
+def extremes(values: Sequence[float]) -> list[int]:
     """Indices of the values to draw: the finite ones; of many the first, the last, and each bin's extremes."""
     finite = [i for i, value in enumerate(values) if math.isfinite(value)]
-    size = max(1, len(finite) // num_bins)
+    size = max(1, len(finite) // _NUM_BINS)
     keep = {*finite[:1], *finite[-1:]}
     for first in range(0, len(finite), size):
         part = finite[first : first + size]

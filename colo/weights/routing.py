@@ -38,13 +38,7 @@ def is_routed(completions: Sequence[Completion]) -> bool:
     return bool(completions) and all(c.routed_experts is not None for c in completions)
 
 
-def routing_of(
-    completions: Sequence[Completion],
-    *,
-    length: int | None = None,
-    left_padded: bool = False,
-    device: torch.device | str | None = None,
-) -> Tensor:
+def routing_of(completions: Sequence[Completion], *, length: int | None = None, left_padded: bool = False) -> Tensor:
     """Experts that engines chose for a batch of prompts with their completions: int64 (B, T, layers, experts a token).
 
     T is `length`, or that of the longest sequence; padding is on the right, or before each sequence (`left_padded`).
@@ -71,7 +65,7 @@ def routing_of(
             raise ValueError(f"routed experts of {len(row)} tokens for a sequence of {size}: the engine left some out")
         start = wide - size if left_padded else 0
         into[start : start + len(row)] = row
-    return routing.to(device)
+    return routing
 
 
 @contextmanager

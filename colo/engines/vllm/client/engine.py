@@ -132,31 +132,23 @@ class VLLMEngine(EngineBase):
             raise
 
     @classmethod
-    def around(cls, llm: Any, *, mover: Mover | None = None, deadline_s: float = DEADLINE_S) -> VLLMEngine:
+    def around(cls, llm: Any) -> VLLMEngine:
         """An engine over your own `vllm.LLM`, left awake by `close`. `Unsupported` without colo's worker extension."""
         compat.warn_if_untested()
         device = device_of(llm.llm_engine.vllm_config.device_config.device)
         own_process = not compat.is_in_this_process(llm)
         return cls.over(
-            lambda status: link_to(llm, device, status, own_process=own_process, deadline_s=deadline_s),
+            lambda status: link_to(llm, device, status, own_process=own_process, deadline_s=DEADLINE_S),
             device,
-            mover=mover,
             when_lost="the vllm.LLM is your own: close the runtime, start another and share it",
         )
 
     @classmethod
-    def over(
-        cls,
-        link: Callable[[EngineStatus], WorkerLink],
-        device: torch.device,
-        *,
-        mover: Mover | None = None,
-        when_lost: str,
-    ) -> VLLMEngine:
+    def over(cls, link: Callable[[EngineStatus], WorkerLink], device: torch.device, *, when_lost: str) -> VLLMEngine:
         """An engine over a vLLM that is someone else's, by a link to it. Raises: what making the link raises."""
         # not `__init__`: nothing is started here
         engine = cls.__new__(cls)
-        engine._begin(device, mover, when_lost=when_lost)
+        engine._begin(device, None, when_lost=when_lost)
         engine._start = None
         try:
             engine._connect(link(engine._status))
