@@ -29,6 +29,9 @@ ROUND_TOKENS = 128
 Until = float | int | timedelta
 """Condition on which a call ends: a share of the groups under way (float), a number of groups (int), or a time."""
 
+_ROUNDING = 1e-6
+"""Share of a product by which it may be too large: 0.55 of 100 is a little more than 55."""
+
 CARRIED = "carried"
 """`finish_reason` of a completion that goes on in a later call."""
 
@@ -404,7 +407,9 @@ def _number_of(until: Until, num_groups: int) -> float:
     """The number of groups to wait for."""
     if isinstance(until, timedelta):
         return num_groups
-    return math.ceil(until * num_groups) if isinstance(until, float) else min(until, num_groups)
+    if isinstance(until, float):
+        return math.ceil(until * num_groups * (1 - _ROUNDING))
+    return min(until, num_groups)
 
 
 def _sample(batch: _Batch, engine: Engine, adapter: str | None) -> None:

@@ -155,6 +155,15 @@ def test_a_number_and_a_time_may_be_numpys(rt, until, given):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("share", [0.07, 0.14, 0.28, 0.55, np.float32(0.55), 0.56, np.float32(0.9), 1.0])
+def test_a_share_waits_for_no_prompt_more_than_it_says(rt, share):
+    wanted = round(100 * float(share))
+    with rt.rollout():
+        rt.generate([[1]] * (100 - wanted), max_tokens=40, until=ONE_ROUND)
+        done = rt.generate([[2]] * wanted, max_tokens=1, until=share)
+    assert len(done) == wanted
+
+
 def test_samples_with_tokens_that_are_too_old_begin_anew(rt):
     for version in range(4):
         with rt.rollout():
