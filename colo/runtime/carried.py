@@ -387,8 +387,10 @@ def options_of(engine: Engine, params: Any, sampling: Mapping[str, Any]) -> dict
             "completion is sampled in parts"
         )
     given = {} if params is None else {option.name: getattr(params, option.name) for option in fields(params)}
-    engine.sampling_params(**{**given, **sampling})
-    left = without_neutral({**given, **sampling}, _TAKEN)
+    # read once here, for parameters that are made anew in every round
+    given |= {name: list(value) if isinstance(value, Iterator) else value for name, value in sampling.items()}
+    engine.sampling_params(**given)
+    left = without_neutral(given, _TAKEN)
     if "max_tokens" in left and left["max_tokens"] is None:
         raise Unsupported("max_tokens=None with until=...: say the most tokens of a completion")
     if others := sorted(left.keys() - _TAKEN):

@@ -210,6 +210,14 @@ def test_numbers_of_numpy_draw_what_pythons_draw(rt):
     assert run(torch.tensor(7), torch.arange(3)) == run(7, [0, 1, 2])
 
 
+@pytest.mark.parametrize("kind", [iter, lambda ids: (i for i in ids), lambda ids: map(int, ids), reversed])
+def test_stop_tokens_that_can_be_read_once_end_completions_in_every_round(rt, kind):
+    stops = list(range(0, 100, 3))
+    with rt.rollout():
+        done = rt.generate(PROMPTS, n=4, max_tokens=40, until=1.0, seed=1, stop_token_ids=kind(stops))
+    assert all(len(c.token_ids) < 40 and c.token_ids[-1] in stops for c in done)
+
+
 def test_drawn_in_parts_tokens_come_from_the_same_distribution(rt):
     with rt.rollout():
         whole = rt.generate([[1, 2]], n=4000, max_tokens=8, seed=1)
