@@ -21,6 +21,7 @@ from colo.engines.vllm import compat
 from colo.errors import Unsupported
 from colo.memory.region import check_allocator
 from colo.memory.storage import is_dtensor
+from colo.planning.model_shape import config_file
 from colo.trainer.optimizers import OptimizerParts, as_torch, parameters_of
 from colo.trainer.state import unwrapped
 from colo.weights.sources.module import saved_buffers
@@ -277,7 +278,10 @@ def _check_checkpoint(model: object) -> None:
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise `FileNotFoundError` for what cannot be a hub id and is not there either, `Unsupported` for an adapter."""
+    """Raise `OSError` for a file, a folder without a config, and what can be no hub id and is not there either.
+
+    Raises: `Unsupported` for an adapter.
+    """
     # a hub id begins with none of these: what does must be a path
     if os.fspath(path).startswith((".", "/", "~")) and not Path(path).exists():
         raise FileNotFoundError(
@@ -286,6 +290,12 @@ def check_path(path: str | os.PathLike[str]) -> None:
     # a folder with both is a model with an adapter beside it
     if Path(path, ADAPTER_FILE).exists() and not Path(path, "config.json").exists():
         raise adapter_alone(os.fspath(path))
+    if Path(path).exists():
+        try:
+            config_file(os.fspath(path))
+        except ValueError as error:
+            # transformers says of a file that it is no hub's id, and of a folder without a config nothing of that
+            raise OSError(str(error)) from None
 
 
 def adapter_alone(checkpoint: str) -> Unsupported:

@@ -323,6 +323,23 @@ def test_a_quantized_checkpoint_is_refused_before_vllm_starts_or_weights_are_rea
             launch({"folder": tmp_path, "config": model.config, "model": model}[form], engine="vllm")
 
 
+@pytest.mark.parametrize("ways_in", [colo.launch, colo.start])
+def test_a_path_without_a_config_is_named_whatever_transformers_takes_it_for(ways_in, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("folder", "a b", ".hidden"):
+        Path(folder).mkdir()
+    for file in ("model.safetensors", "folder/config.jsn"):
+        Path(file).touch()
+    for path in (".", "", "folder", "a b", Path(".hidden"), tmp_path, f"{tmp_path}/"):
+        with pytest.raises(
+            OSError, match=r"the folder \S.* has no config.json: pass the folder of a Hugging Face model"
+        ):
+            ways_in(path, engine="torch", device="cpu")
+    for path in ("model.safetensors", Path("folder/config.jsn"), tmp_path / "model.safetensors"):
+        with pytest.raises(OSError, match="is a file: pass the folder that holds the model's config.json"):
+            ways_in(path, engine="torch", device="cpu")
+
+
 def test_a_model_has_no_files_that_vllm_could_pack_to_4_bits():
     model, packing = made(), {"quantization": "bitsandbytes"}
     for ask in (
@@ -341,9 +358,9 @@ def test_an_adapter_is_no_model(monkeypatch, tmp_path, engine):
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(adapter)
     with pytest.raises(colo.Unsupported, match=r"adapter' is an adapter: launch the model .* under colo.share"):
         launch(adapter, engine=engine)
-    monkeypatch.setattr(
-        "colo.assembly.arguments.ADAPTER_FILE", "none"
-    )  # of the hub's, known once transformers has loaded it
+    # of the hub's, known once transformers has loaded it
+    monkeypatch.setattr("colo.assembly.arguments.ADAPTER_FILE", "none")
+    monkeypatch.setattr("colo.assembly.arguments.config_file", lambda path: path)
     with pytest.raises(colo.Unsupported, match="adapter' is an adapter"):
         launch(adapter)
 
