@@ -205,6 +205,13 @@ class Closing:
         if errors:
             raise errors[0]
 
+    def at_end(self, function: Callable[[], object]) -> None:
+        """Call a function when everything has been closed: at once where that is so."""
+        if self.has_begun and not self._steps:
+            function()
+        else:
+            self.last.callback(function)
+
     def abandon(self) -> None:
         """End the engine of a runtime that nobody refers to any more. Its memory goes with the last tensor in it."""
         if self._is_done:

@@ -376,9 +376,9 @@ class Runtime:
             self._closing.go_on()
 
     def at_close(self, function: Callable[[], object]) -> None:
-        """Call a function once the runtime has been closed; of several the last one given runs first."""
+        """Call a function once the runtime has been closed, at once where it is; the last one given runs first."""
         self._turns.check_process()
-        self._closing.last.callback(function)
+        self._closing.at_end(function)
 
     def __repr__(self) -> str:
         state = "closed" if self._closing.has_begun else f"phase {self.phase}, version {self.weights_version}"

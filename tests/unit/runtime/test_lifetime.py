@@ -191,6 +191,21 @@ def test_an_engine_that_nobody_refers_to_is_closed_and_what_waits_for_the_end_ru
     assert done == ["engine", "last"]
 
 
+def test_what_is_to_follow_the_end_runs_once_also_when_it_is_asked_for_late():
+    done = []
+    rt = launch()
+    rt.at_close(lambda: done.append("first"))
+    rt.at_close(lambda: rt.at_close(lambda: done.append("within")))
+    rt.close()
+    assert sorted(done) == ["first", "within"]
+    rt.at_close(lambda: done.append("late"))
+    assert done[2:] == ["late"]
+    rt.close()
+    with pytest.raises(ZeroDivisionError):
+        rt.at_close(lambda: 1 / 0)
+    assert len(done) == 3
+
+
 def test_a_cell_that_is_run_twice_leaves_one_engine():
     gc.collect()
     gc.disable()  # the collector alone would come at some time
