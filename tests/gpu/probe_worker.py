@@ -15,7 +15,3 @@ class ProbeWorker(ColoWorker):
     def arena_bytes(self) -> int:
         """Host memory that colo has pinned."""
         return self._colo_agent._segments_now().mover.arena.pinned_bytes
-
-    def graphs(self) -> int:
-        """How many ways of copying the trainer's memory have been captured as a CUDA graph, and replayed."""
-        return sum(len(group._graphs) for group in self._colo_agent._receiver._groups)

@@ -4,9 +4,9 @@
     stage                      the shared buffer, for tensors that are not exported themselves
     begin -> copy -> finish    a version
 
-Copying replays the plan of the model's own loader, the first time as it is, then as a CUDA graph. Tensors that the
-sender has exported are one group, which is always there. Others come in groups through the two halves of a buffer
-(`colo.weights.transports.buffer`), and the plan is replayed group by group.
+Copying replays the plan of the model's own loader. Tensors that the sender has exported are one group, which is always
+there. Others come in groups through the two halves of a buffer (`colo.weights.transports.buffer`), and the plan is
+replayed group by group.
 `finish` attests: every tensor of the manifest came once, and the engine holds what was sent. Until it has returned, the
 model's weights are neither the old nor the new ones.
 """
@@ -64,7 +64,7 @@ class Receiver:
         if exported and not plan.fallbacks:
             self._opened.open(exported)
             names = {name: name for name in plan.sources}
-            self._groups = [_Group(plan, self._opened.tensors, names, as_graph=self._device.type == "cuda")]
+            self._groups = [_Group(plan, self._opened.tensors, names)]
         return {"fallbacks": dict(plan.fallbacks), "left_out": plan.left_out}
 
     def stage(self, **buffer: Any) -> None:
@@ -204,38 +204,16 @@ class _Update:
 class _Group:
     """Tensors, or pieces of them, present at the same time, and the part of the plan that copies them."""
 
-    def __init__(
-        self, plan: LoadPlan, tensors: dict[str, torch.Tensor], names: dict[str, str], *, as_graph: bool = False
-    ) -> None:
-        """Copies become a CUDA graph at the second time with `as_graph`; each keeps workspace of its own."""
+    def __init__(self, plan: LoadPlan, tensors: dict[str, torch.Tensor], names: dict[str, str]) -> None:
         self.tensors = tensors
         self.names = names  # by key of `tensors`, names of the whole tensors
         self.digest: Digest | None = None
         self._plan = plan
-        self._as_graph = as_graph
-        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
-        self._count = 0
 
     def copy(self, *, verify: bool) -> torch.Tensor | None:
         """Queue the copies and, with `verify`, a comparison of every byte: flags for `named`."""
-        copies = self.copies  # before a capture, in which its tables cannot be made
-
-        def run() -> torch.Tensor | None:
-            copies.replay()
-            return copies.flags() if verify else None
-
-        self._count += 1
-        if not self._as_graph or self._count == 1:  # the first run compiles its kernels, outside of a capture
-            return run()
-        if verify not in self._graphs:
-            graph = torch.cuda.CUDAGraph()
-            # other threads of vLLM's process may call CUDA during the capture
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                flags = run()
-            self._graphs[verify] = graph, flags
-        graph, flags = self._graphs[verify]
-        graph.replay()
-        return flags
+        self.copies.replay()
+        return self.copies.flags() if verify else None
 
     @cached_property
     def copies(self) -> CopyPlan:
