@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from colo.memory.probe import device_id
-from colo.units import MIB, align_up
+from colo.units import MIB, align_up, batches
 
 BUCKET_BYTES = 64 * MIB
 """Bytes of a request's tensors, which on a CPU travel within it."""
@@ -41,17 +41,7 @@ def bucket_bytes(device: torch.device) -> int:
 
 def buckets(weights: Iterable[tuple[str, torch.Tensor]], size_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Group weights into lists of at most `size_bytes`, or of one larger tensor."""
-    part: list[tuple[str, torch.Tensor]] = []
-    held_bytes = 0
-    for name, tensor in weights:
-        padded_bytes = align_up(tensor.nbytes, ALIGNMENT_BYTES)
-        if part and held_bytes + padded_bytes > size_bytes:
-            yield part
-            part, held_bytes = [], 0
-        part.append((name, tensor))
-        held_bytes += padded_bytes
-    if part:
-        yield part
+    return batches(weights, lambda weight: align_up(weight[1].nbytes, ALIGNMENT_BYTES), size_bytes)
 
 
 def fill(

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from colo.engine import AdapterWeights
 from colo.errors import TransferError, Unsupported
 from colo.memory.region import Region, allocate_region, carve, carved_bytes
-from colo.units import GIB, align_up
+from colo.units import GIB, align_up, batches
 from colo.weights.sources.module import saved_buffers
 from colo.weights.sources.names import checkpoint_views
 
@@ -351,16 +351,7 @@ class LoadedAdapters:
 
 def _group(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[dict[str, tuple[Any, torch.dtype]]]:
     """Parameters in order, cut into groups of at most `REGION_BYTES`."""
-    groups: list[dict[str, tuple[Any, torch.dtype]]] = []
-    room_bytes = 0
-    for name, (shape, dtype) in specs.items():
-        size_bytes = carved_bytes([(shape, dtype)])
-        if not groups or size_bytes > room_bytes:
-            groups.append({})
-            room_bytes = REGION_BYTES
-        groups[-1][name] = (shape, dtype)
-        room_bytes -= size_bytes
-    return groups
+    return [dict(group) for group in batches(specs.items(), lambda item: carved_bytes([item[1]]), REGION_BYTES)]
 
 
 def _allocate(sizes_bytes: Sequence[int], device: torch.device) -> list[Region]:

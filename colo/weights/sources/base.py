@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -119,16 +120,12 @@ class WeightSource(Protocol):
 
 def in_layers(names: Iterable[str]) -> list[list[str]]:
     """Names in order, in groups: those up to the number of a layer, such as `model.layers.3`, and those between."""
-    groups: list[list[str]] = []
-    last: str | None = None
-    for name in names:
+
+    def layer(name: str) -> str:
         found = _LAYER.match(name)
-        layer = found[1] if found else ""
-        if layer != last or not groups:
-            groups.append([])
-        groups[-1].append(name)
-        last = layer
-    return groups
+        return found[1] if found else ""
+
+    return [list(group) for _, group in groupby(names, key=layer)]
 
 
 def plain_name(name: str) -> str:
