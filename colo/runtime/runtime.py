@@ -333,9 +333,13 @@ class Runtime:
         self._carried.clear()
 
     def log(self, **metrics: float) -> None:
-        """Add one value to each of the named series of the report, such as `reward`."""
+        """Add one value to each of the named series of the report, such as `reward`.
+
+        Raises: `ValueError` for what is no number; nothing has been added then.
+        """
         self._turns.check_process()
-        for name, value in metrics.items():
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        for name, value in values.items():
             self.trace.metric(name, value)
 
     def report(self) -> Report:
@@ -459,6 +463,13 @@ class Runtime:
         self._turns.accumulation_steps = replace(self.config, accumulation_steps=steps).accumulation_steps
 
 
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"rt.log({name}=...) takes one number, not {value!r:.100}: log its mean, say") from error
+
+
 # ---- what a report says first --------------------------------------------------------------------------------------
 
 
@@ -494,15 +505,19 @@ def facts_of(rt: Runtime, side: TrainerSide, *, is_compared: bool) -> dict[str, 
         facts["changed"] = f"{changed[-1]:.1%} of the 16-bit weights in the last step"
     if carried := trace.metrics.get("carried"):
         facts["carried"] = f"{carried[-1]:.0%} of the prompts under way went on into a later rollout"
-        if ages := trace.metrics.get("token_age"):
-            most = max(trace.metrics["token_age_max"])
-            facts["carried"] += f"; tokens of the last one are {ages[-1]:.2g} versions old on average, {most:g} at most"
+        # a loop may log values of its own by some of these names
+        ages, most = (trace.metrics.get(f"token_age{end}") for end in ("", "_max"))
+        if ages and most:
+            facts["carried"] += (
+                f"; tokens of the last one are {ages[-1]:.2g} versions old on average, {max(most):g} at most"
+            )
     mismatch = trace.metrics.get("mismatch") or trace.metrics.get("mismatch_sampled")
     if mismatch:
         facts["mismatch"] = f"{mismatch[-1]:.2g} mean |log p(engine) - log p(trainer)| in the last step"
-        if own := trace.metrics.get("mismatch_own_routing"):
+        own, sampled = (trace.metrics.get(f"mismatch_{of}") for of in ("own_routing", "sampled"))
+        if own and sampled:
             facts["routing"] = (
-                f"the engine tells its experts: {trace.metrics['mismatch_sampled'][-1]:.2g} with them, {own[-1]:.2g} "
+                f"the engine tells its experts: {sampled[-1]:.2g} with them, {own[-1]:.2g} "
                 "with those that the trainer's routers choose (colo.replay_routing)"
             )
     elif not is_compared:

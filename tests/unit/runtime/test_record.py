@@ -4,6 +4,7 @@ import gc
 import tracemalloc
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,3 +64,21 @@ def test_the_report_names_engine_weights_peaks_and_reasons(rt, tmp_path):
     assert page.startswith("<!doctype html>") and "engine.kv_cache" in page
     with pytest.raises(ValueError, match="ends in .html or .png"):
         rt.plot(tmp_path / "run.txt")
+
+
+@pytest.mark.parametrize("value", ["fast", None, torch.ones(2), [1.0], 1j, 10**400, {}], ids=str)
+def test_what_is_no_number_is_refused_by_the_metrics_name_and_nothing_is_logged(rt, value):
+    with pytest.raises(ValueError, match=r"rt.log\(entropy=...\) takes one number, not "):
+        rt.log(reward=1.0, entropy=value, length=2.0)
+    assert not {"reward", "entropy", "length"} & rt.trace.metrics.keys()
+    rt.log(reward=torch.tensor(0.5), entropy=np.float32(1), length=True)
+    assert [rt.trace.metrics[name] for name in ("reward", "entropy", "length")] == [[0.5], [1.0], [1.0]]
+
+
+def test_a_report_takes_metrics_by_names_that_colo_has_for_its_own(rt, tmp_path):
+    names = "carried", "token_age", "token_age_max", "mismatch", "mismatch_own_routing", "changed_fraction"
+    for given in [(a, b) for a in names for b in names]:
+        rt.trace.metrics.clear()
+        rt.log(**dict.fromkeys(given, 0.5))
+        assert given[0] in str(rt.report())
+    assert rt.plot(tmp_path / "run.html").is_file()
