@@ -91,7 +91,8 @@ def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, Mapping) and _is_vllms(prompt):
         if others := sorted(prompt.keys() - {*_VLLMS, "cache_salt"}):
             raise Unsupported(f"prompt {index} comes with {', '.join(others)}: colo samples from text alone")
-        return _encode(index, prompt.get("prompt_token_ids") or prompt.get("prompt"), tokenizer)
+        given = (prompt[key] for key in _VLLMS if prompt.get(key) is not None)
+        return _encode(index, next(given, None), tokenizer)
     if isinstance(prompt, Mapping):
         rows = _unpadded(prompt, at=index)
         if len(rows) > 1:
@@ -106,7 +107,19 @@ def _encode(index: int, prompt: Any, tokenizer: Any) -> list[int]:
             "prompts are texts, but the runtime has no tokenizer: pass token ids, or tokenizer=... to colo.launch or "
             "colo.share"
         )
+    _check_text(f"prompt {index}", prompt)
     return list(tokenizer(prompt)["input_ids"])
+
+
+def _check_text(name: str, text: str) -> None:
+    """Raise `ValueError` for a text with half of a character, of which tokenizers say that it is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has half of a character ({error}): write it whole, or leave it out with "
+            "text.encode(errors='ignore').decode()"
+        ) from None
 
 
 _VLLMS = ("prompt_token_ids", "prompt")
@@ -163,6 +176,8 @@ def _plain(index: int, number: int, message: Any) -> dict[str, Any]:
     if not _is_message(message):
         raise TypeError(f"{where} is not a mapping with 'role' and 'content', but {message!r:.200}")
     content = message.get("content")
+    if isinstance(content, str):
+        _check_text(where, content)
     if content is None or isinstance(content, str):
         return dict(message)
     if not isinstance(content, Iterable):
@@ -173,6 +188,7 @@ def _plain(index: int, number: int, message: Any) -> dict[str, Any]:
         text = part.get("text") if isinstance(part, Mapping) else part
         if kind != "text" or not isinstance(text, str):
             raise Unsupported(f"{where} has a part of type {kind!r}: colo samples from text alone, leave it out")
+        _check_text(where, text)
         texts.append(text)
     return dict(message) | {"content": "\n".join(texts)}
 

@@ -64,6 +64,25 @@ def test_what_is_no_list_of_prompts_is_refused(prompts):
         encode_prompts(prompts, CHARS)
 
 
+@pytest.mark.parametrize("text", ["1\ud83d", "\ude00+2", "\ud83d\ud83d"])
+def test_a_text_with_half_of_a_character_is_named(text):
+    with pytest.raises(ValueError, match="^prompt 1 has half of a character .*write it whole"):
+        encode_prompts(["1", text], CHARS)
+    with pytest.raises(ValueError, match="^prompt 1 has half of a character"):
+        encode_prompts(["1", {"prompt": text}], CHARS)
+    for content in (text, ["1", text], [{"type": "text", "text": text}]):
+        with pytest.raises(ValueError, match="^message 1 of prompt 0 has half of a character"):
+            encode_prompts([QUESTION[0], {"role": "user", "content": content}], CHARS)
+    assert encode_prompts(["1\U0001f600+"], CHARS) == encode_prompts(["1+"], CHARS)
+
+
+@pytest.mark.parametrize("ids", [np.array([4, 5]), torch.tensor([4, 5]), range(4, 6)])
+def test_token_ids_of_vllms_prompts_may_be_an_array(ids):
+    assert encode_prompts({"prompt_token_ids": ids, "prompt": "1"}, CHARS) == [[4, 5]]
+    assert encode_prompts([{"prompt_token_ids": ids}, {"prompt_token_ids": None, "prompt": "1"}], CHARS)[0] == [4, 5]
+    assert encode_prompts({"prompt_token_ids": []}, None) == [[]]  # which an engine calls empty
+
+
 @pytest.mark.parametrize("prompt", [[1.0, 2.0], ["1", "+"], [[1, 2]], None, b"1+2", torch.tensor([1.0])])
 def test_what_is_no_prompt_is_named(prompt):
     with pytest.raises(TypeError, match="prompt 1 is neither a text nor a list of token ids, but "):
