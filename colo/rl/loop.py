@@ -171,6 +171,7 @@ def grpo(
     score = _Scorer(rewards, reward_weights)
     # at once: a batch that cannot be sampled for is told before the first rollout, if the batches are there
     if isinstance(batches, Sequence):
+        batches = [_listed(problems) for problems in batches]
         for number, problems in enumerate(batches):
             _check_batch(rt, problems, number, score)
     _check_logprobs(rt)
@@ -194,7 +195,8 @@ def _steps(
     reference: Reference | None,
     log: Log | None,
 ) -> Iterator[dict[str, float]]:
-    for step, problems in enumerate(batches):
+    for step, given in enumerate(batches):
+        problems = _listed(given)
         prompts = _check_batch(rt, problems, step, score)
         with rt.rollout():
             completions = rt.generate(prompts, _sampling(config, step))
@@ -208,10 +210,17 @@ def _steps(
         yield metrics
 
 
+def _listed(problems: Any) -> Any:
+    """Problems that can be read once as a list; what is none stays, for the check of its batch."""
+    return list(problems) if isinstance(problems, Iterator) else problems
+
+
 def _check_batch(rt: Runtime, problems: Sequence[Problem], number: int, score: _Scorer) -> list[list[int]]:
     """Token ids of the prompts. Raises: `TypeError`, `ValueError` for what cannot be sampled for or rewarded."""
     config: Any = rt.model.config
     try:
+        if isinstance(problems, Problem):
+            raise TypeError("it is a problem: give a list of them")
         for problem in problems:
             if not isinstance(problem, Problem):
                 raise TypeError(f"it holds a {type(problem).__name__}: give Problem(prompt=..., answer=...)")

@@ -502,6 +502,22 @@ def test_bad_prompts_are_refused_before_anything_is_sampled(rt, second, words):
     assert rt.weights_version == 1
 
 
+def test_batches_that_can_be_read_once_are_trained_on_like_lists(rt):
+    problems = [Problem(prompt=(1, 2)), Problem(prompt=(3,))]
+    config = GRPOConfig(group_size=2, max_tokens=2)
+    for batch in (iter, reversed, lambda given: (p for p in given), lambda given: filter(None, given)):
+        for batches in ([batch(problems)], (batch(problems),), (batch(each) for each in [problems])):
+            (metrics,) = grpo(rt, batches, lambda completion, answer: 1.0, config)
+            assert metrics["reward"] == 1.0 and metrics["completion_tokens"] > 0
+    with pytest.raises(ValueError, match="batch 1: it is empty"):
+        grpo(rt, [iter(problems), iter([])], lambda completion, answer: 1.0, config)
+
+
+def test_problems_in_the_place_of_batches_are_named(rt):
+    with pytest.raises(TypeError, match="batch 0: it is a problem: give a list of them"):
+        grpo(rt, [Problem(prompt=(1, 2))], lambda completion, answer: 1.0, GRPOConfig())
+
+
 def test_what_is_no_problem_is_refused(rt):
     with pytest.raises(TypeError, match=r"batch 0: it holds a dict: give Problem\(prompt=..., answer=...\)"):
         grpo(rt, [[{"prompt": (1,)}]], wants_token_4, CONFIG)
