@@ -136,11 +136,15 @@ def tiny_tokenizer(alphabet: str | None = None) -> PreTrainedTokenizerFast:
         made = PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **marks)
         made.chat_template = CHAT_TEMPLATE
         return made
+    if not alphabet:
+        raise ValueError(
+            "an alphabet has a character at least, the last of which ends a sequence: leave it out for all"
+        )
+    end, alphabet = alphabet[-1], "".join(dict.fromkeys(alphabet))  # a character that comes twice is one token
     core = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(alphabet)}))
     core.normalizer = normalizers.Replace(Regex(f"[^{re.escape(alphabet)}]"), "")
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()
-    end = alphabet[-1]
     made = PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", eos_token=end, pad_token=end)
     made.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     return made

@@ -91,6 +91,20 @@ def test_an_alphabet_has_a_token_for_each_of_its_characters(tmp_path):
     assert tokenizer.apply_chat_template(MESSAGES[1:], tokenize=False) == "3+4="
 
 
+@pytest.mark.parametrize(("alphabet", "end"), [("aab;", 2), ("aba", 0), ("00", 0)])
+def test_a_character_that_comes_twice_in_an_alphabet_is_one_token(tmp_path, alphabet, end):
+    tokenizer = tiny_tokenizer(alphabet)
+    assert (len(tokenizer), tokenizer.eos_token_id) == (len(set(alphabet)), end)
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint(tmp_path, alphabet=alphabet))
+    assert (model.config.vocab_size, model.config.eos_token_id) == (len(set(alphabet)), end)
+
+
+def test_an_alphabet_without_a_character_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="an alphabet has a character at least"):
+        tiny_checkpoint(tmp_path / "none", alphabet="")
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize("alphabet", ["^a-z];", "[]\\^-", " \n\t."])
 def test_an_alphabet_may_be_of_any_characters(alphabet):
     tokenizer = tiny_tokenizer(alphabet)
