@@ -116,6 +116,9 @@ class SamplingParams:
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be 0 (all) or positive": self.top_k >= 0,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
+            "stop_token_ids must be numbers of 64 bits": all(-(2**63) <= each < 2**63 for each in ids),
+            "seed must be numbers of 64 bits, with n added": isinstance(self.seed, (int, type(None)))
+            or all(-(2**63) <= each <= 2**64 - self.n for each in self.seed),
         }
         for message, holds in checks.items():
             if not holds:

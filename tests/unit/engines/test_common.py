@@ -47,6 +47,28 @@ def test_sampling_options_of_another_type_are_named(option, words):
         SamplingParams(**option)
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"stop_token_ids": [1, 2**63]}, "stop_token_ids must be numbers of 64 bits, but is"),
+        ({"stop_token_ids": [-(10**30)]}, "stop_token_ids must be numbers of 64 bits, but is"),
+        ({"seed": [1, 2**64]}, "seed must be numbers of 64 bits, with n added, but is"),
+        ({"seed": [2**64 - 1], "n": 2}, "seed must be numbers of 64 bits, with n added, but is"),
+        ({"seed": [-(2**63) - 1]}, "seed must be numbers of 64 bits, with n added, but is"),
+    ],
+)
+def test_numbers_that_no_engine_can_hold_are_named(option, words):
+    with pytest.raises(ValueError, match=words):
+        SamplingParams(**option)
+
+
+def test_the_largest_seeds_and_stop_tokens_are_taken():
+    with colo.launch(tiny_qwen3(), device="cpu", config=colo.RuntimeConfig(kv_cache_bytes=MIB)) as rt:
+        for seed in (2**100, -(2**100), [2**64 - 2], [-(2**63)]):
+            found = rt.generate([[1]], n=2, max_tokens=2, seed=seed, stop_token_ids=[2**63 - 1, -(2**63)])
+            assert len(found) == 2
+
+
 @pytest.mark.parametrize("of", [np.array, torch.tensor, lambda value: np.array(value)[()]])
 def test_numbers_of_numpy_and_torch_are_pythons(of):
     own = {"n": 2, "max_tokens": 3, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "min_p": 0.0, "seed": 1}
