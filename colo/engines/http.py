@@ -27,8 +27,19 @@ DEADLINE_S = 300.0
 
 
 def base_url(url: str) -> str:
-    """The address of a server, as clients of its `/v1` and people write it: with a scheme, and without that path."""
+    """The address of a server, as clients of its `/v1` and people write it: with a scheme, and without that path.
+
+    Raises: `TypeError`, `ValueError` for what is no address.
+    """
+    if not isinstance(url, str):
+        raise TypeError(f"the address of a server is a text such as 'http://localhost:8000', not {url!r}")
     url = url if "://" in url else f"http://{url}"
+    try:
+        port = httpx.URL(url).port
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{url!r} is no address of a server ({error}): write http://HOST:PORT") from None
+    if port is not None and not 0 < port < 2**16:
+        raise ValueError(f"{url!r} is no address of a server (a port is 1 to 65535): write http://HOST:PORT")
     return url.rstrip("/").removesuffix("/v1")
 
 

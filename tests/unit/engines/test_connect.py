@@ -12,6 +12,29 @@ def connect(answer, **options):
     return colo.connect("localhost:8000/v1", device="cpu", http=httpx.MockTransport(answer), **options)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost:port",
+        "localhost:99999",
+        "http://127.0.0.1:65536/v1",
+        "http://x:-1",
+        "x:0",
+        "x:80:80",
+        "http://a\nb",
+    ],
+)
+def test_what_is_no_address_is_named(url):
+    with pytest.raises(ValueError, match="is no address of a server .*: write http://HOST:PORT"):
+        colo.connect(url, device="cpu")
+
+
+@pytest.mark.parametrize("url", [None, 8000, b"http://localhost"])
+def test_an_address_that_is_no_text_is_named(url):
+    with pytest.raises(TypeError, match="the address of a server is a text such as 'http://localhost:8000', not "):
+        colo.connect(url, device="cpu")
+
+
 def test_a_server_without_the_others_paths_is_taken_for_vllm():
     asked = []
 
