@@ -180,6 +180,24 @@ def _close(masters, weights, remainders, digests, numbers, changed, count, BLOCK
     tl.atomic_add(changed, tl.sum(tl.where(inside & (weight != before), 1, 0)).to(tl.int64))
 
 
+@triton.jit(do_not_specialize=["seed"])
+def _round(values, rounded, seed, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    bits = tl.load(values + at, mask=inside, other=0)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    # a carry from the lower half, with a probability of its share of the upper half's last place
+    upper = (bits + (tl.randint(seed, at) & 0xFFFF).to(tl.int32)) >> 16
+    tl.store(rounded + at, tl.where(is_nan, 0x7FC0, upper).to(tl.int16), mask=inside)
+
+
+def round_at_random(values, rounded, seed: int) -> None:
+    """Round bits of fp32 values (int32) to those of bf16 ones (int16); see `round_at_random` of remainders."""
+    if count := values.numel():
+        with torch.cuda.device_of(values):
+            _round[(triton.cdiv(count, _BLOCK),)](values, rounded, seed, count, BLOCK=_BLOCK)
+
+
 def open_masters(weights, remainders, digests, numbers, masters) -> None:
     """Write bits of masters (int32) for weights, remainders (int16) and digests: see `open_masters` of remainders."""
     if count := weights.numel():

@@ -17,7 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -156,8 +156,7 @@ class Planes:
         """The dtype that the class steps in."""
 
         self._moment_dtype = moment_dtype
-        self._generator = torch.Generator(mover.device)  # by which moments are rounded
-        self._seed = 0  # of the present step
+        self._seed = 0  # by which the present step rounds moments
         self._is_on_cpu = mover.device.type == "cpu"
         self._starts: dict[torch.Tensor, int] = {}
         start = 0
@@ -509,8 +508,8 @@ class Planes:
         rounded = [name for name in mine if self._is_rounded(name)]
         wide = {name: slot.wide(n, start, stop).copy_(mine[name]) for n, name in enumerate(rounded)}
         made = self._step_flat(flat, pieces, mine | wide)
-        # a stretch of the planes has random numbers of its own, whatever else is stepped
-        self._generator.manual_seed(self._seed + self._starts[pieces[0][0]] + pieces[0][1])
+        # a stretch of a plane has random numbers of its own, whatever else is stepped
+        seeds = count(self._seed + len(self.layout) * (self._starts[pieces[0][0]] + pieces[0][1]))
         # the names come from what the class has made, not from the layout: it may drop or begin a state
         names = [name for name, value in made.items() if is_plane(value, flat)]
         for name in names:
@@ -520,7 +519,7 @@ class Planes:
                 state[name] = torch.empty(self.range_elements, dtype=dtype, device=flat.device)
                 mine[name] = state[name][start:stop]
             if self._is_rounded(name):  # the class has used the gradient, whose memory is free
-                round_at_random(made[name], mine[name], gradient.view(torch.int32), self._generator)
+                round_at_random(made[name], mine[name], gradient.view(torch.int32), next(seeds))
             # some classes replace a state tensor (`state[x] = new`) where others write in place
             elif made[name].data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(made[name])

@@ -118,15 +118,17 @@ def close_masters(
     digests.copy_(block_digests(rounded))
 
 
-def round_at_random(
-    values: torch.Tensor, rounded: torch.Tensor, bits: torch.Tensor, generator: torch.Generator
-) -> None:
+def round_at_random(values: torch.Tensor, rounded: torch.Tensor, bits: torch.Tensor, seed: int) -> None:
     """Round `values` (fp32) up or down to `rounded` (bf16), right in the mean; overwrites `bits` (int32). All flat.
 
     What bf16 has stays as it is, infinities and NaN too.
     """
+    compiled = kernels(values.device)
+    if compiled is not None:
+        compiled.round_at_random(values.view(torch.int32), rounded.view(torch.int16), seed)
+        return
     # a carry from the random lower half rounds up: its probability is the lower half's share of a last place
-    bits.random_(0, 1 << 16, generator=generator)
+    bits.random_(0, 1 << 16, generator=torch.Generator(values.device).manual_seed(seed))
     bits.add_(values.view(torch.int32)).bitwise_and_(-1 << 16)
     rounded.copy_(bits.view(torch.float32))
     rounded.masked_fill_(values.isnan(), torch.nan)  # a payload of ones would carry into the sign

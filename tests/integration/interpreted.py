@@ -50,6 +50,7 @@ def test_a_kernel_that_walks_wrongly_is_not_used(monkeypatch, doing, broken):
     [
         ("split_masters", lambda masters: (masters.to(torch.int16), masters.to(torch.int16))),
         ("open_masters", lambda weights, remainders, digests, numbers, masters: masters.zero_()),
+        ("round_at_random", lambda values, rounded, seed: rounded.copy_(values >> 16)),
         ("close_masters", lambda masters, weights, remainders, digests, numbers, changed: changed.add_(1)),
     ],
 )
@@ -124,6 +125,17 @@ def test_the_kernel_splits_masters_as_torch_does(bits, repeats):
     weight, remainder = remainders.split(masters)
     by_kernel = kernels.split_masters(masters.view(torch.int32))
     assert torch.equal(by_kernel[0], weight.view(torch.int16)) and torch.equal(by_kernel[1], remainder)
+
+
+@settings(max_examples=10)
+@given(bits=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), repeats=st.sampled_from([1, 700]))
+def test_the_kernel_rounds_to_neighbours_and_keeps_what_bf16_has(bits, repeats):
+    values = torch.tensor(bits * repeats, dtype=torch.int32)
+    is_nan, rounded = values.view(torch.float32).isnan(), torch.zeros(len(values), dtype=torch.int16)
+    kernels.round_at_random(values, rounded, seed=2**50 + 3)
+    assert torch.equal(rounded.view(torch.bfloat16).isnan(), is_nan)
+    steps = (rounded.to(torch.int32) - (values >> 16))[~is_nan]
+    assert torch.all((steps == 0) | ((steps == 1) & ((values & 0xFFFF) > 0)[~is_nan]))
 
 
 def trained():

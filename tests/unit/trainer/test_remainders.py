@@ -91,7 +91,7 @@ def rounded(values, seed=0):
     """Round, over memory that has something else in it."""
     made = torch.full(values.shape, 7.0, dtype=torch.bfloat16)
     bits = torch.full(values.shape, -1, dtype=torch.int32)
-    round_at_random(values, made, bits, torch.Generator().manual_seed(seed))
+    round_at_random(values, made, bits, seed)
     return made
 
 
