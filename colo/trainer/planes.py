@@ -412,8 +412,9 @@ class Planes:
                 if on_device and is_here and (is_rounded or not self.is_on_device):
                     try:
                         if is_rounded:  # torch steps fp32 parameters by fp32 moments alone
-                            wide = _like(parameter, host.to(self._mover.device, torch.float32))
-                            self._base.state[self._key_of(parameter)][name] = wide
+                            state = self._state_of(parameter)
+                            if state.get(name) is view:  # one that was never stepped has none
+                                state[name] = _like(parameter, host.to(self._mover.device, torch.float32))
                             continue
                         host.data = host.to(self._mover.device, copy=True)
                         if name == MASTER_WEIGHT:

@@ -489,6 +489,22 @@ def test_moments_that_were_kept_in_bf16_step_on_when_colo_ends(kind, resident_by
     assert_same(ours, twin)
 
 
+@of_planes
+@pytest.mark.parametrize("resident_bytes", [0, MIB])
+def test_a_parameter_that_was_never_stepped_begins_its_moments_when_colo_has_ended(kind, resident_bytes, mover):
+    ours = made_by(kind, adamw)
+    state = in_bf16(ours, mover, resident_bytes=resident_bytes)
+    ours.backward(0)
+    ours.parameters[0].grad = None  # such as that of an expert that no token has reached
+    ours.optimizer.step()
+    before = ours.optimizer.state_dict()["state"]
+    state.close()
+    after = ours.optimizer.state_dict()["state"]
+    assert {key: set(of) for key, of in after.items()} == {key: set(of) for key, of in before.items()}
+    ours.step(1)
+    assert all(p.isfinite().all() for p in ours.parameters)
+
+
 def test_moments_in_bf16_learn_what_fp32_ones_do(mover):
     def loss_after(**options):
         torch.manual_seed(0)
