@@ -205,6 +205,11 @@ class Planes:
         return self._moment_dtype if is_moment else dtype
 
     @property
+    def num_seeds(self) -> int:
+        """Number of seeds that a step may use, from that of `begin_step` on."""
+        return len(MOMENTS) * self._num_elements
+
+    @property
     def num_rounded(self) -> int:
         """Number of the kinds of state that are rounded: moments in bf16."""
         return sum(map(self._is_rounded, self.layout))
@@ -427,18 +432,16 @@ class Planes:
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def begin_step(self, seed: int) -> None:
         """Make the planes, and note which parameters have the same scalars: those are stepped together.
 
-        Raises: `BudgetError` without host memory for the planes.
+        By `seed` moments are rounded. Raises: `BudgetError` without host memory for the planes.
         """
         for name, dtype in self.layout.items():
             self._need(name, dtype)
         self._after.clear()
         self._stepped.clear()
-        if self.num_rounded:
-            # of torch's generator, so that `torch.manual_seed` and a checkpoint of its state repeat a run
-            self._seed = int(torch.randint(1 << 48, (), device="cpu"))
+        self._seed = seed
         for parameter in self.parameters:
             scalars = self._scalars_of(parameter)
             if self._noted.get(parameter) != _identities(scalars):  # else no value is read, which would wait for a GPU
@@ -510,7 +513,7 @@ class Planes:
         wide = {name: slot.wide(n, start, stop).copy_(mine[name]) for n, name in enumerate(rounded)}
         made = self._step_flat(flat, pieces, mine | wide)
         # a stretch of a plane has random numbers of its own, whatever else is stepped
-        seeds = count(self._seed + len(self.layout) * (self._starts[pieces[0][0]] + pieces[0][1]))
+        seeds = count(self._seed + len(MOMENTS) * (self._starts[pieces[0][0]] + pieces[0][1]))
         # the names come from what the class has made, not from the layout: it may drop or begin a state
         names = [name for name, value in made.items() if is_plane(value, flat)]
         for name in names:

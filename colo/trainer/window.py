@@ -93,6 +93,7 @@ class StateWindow:
         self._written: list[dict[str, Any]] = []  # what a bucket's call has made of the groups' hyperparameters
         self._number = 0
         self._work_of: dict[int, list[Work]] = {}
+        self._seed: int | None = None  # of the present step; one that is begun again keeps it
         self._is_open = False
         self._region: Region | None = None
         self._slots: list[StateSlot] = []
@@ -326,15 +327,22 @@ class StateWindow:
         if self.resident.residency is Residency.OFFLOADED:
             self.resident.settle()
             self._let_resident_go()
+        if self._seed is None and self._moment_dtype is not torch.float32:
+            # of torch's generator, so that `torch.manual_seed` and a checkpoint of its state repeat a run; one number,
+            # however many planes there are, since other parts of the run draw of it too
+            self._seed = int(torch.randint(1 << 48, (), device="cpu"))
+        seed = self._seed or 0
         with torch.no_grad():
             # state that the loop has loaded goes into the planes before its scalars are compared
             for planes in self._planes:
                 planes.take_in()
-                planes.begin_step()
+                planes.begin_step(seed)
+                seed += planes.num_seeds
         self._mover.arena.reserve(sum(max(0, b.expected_bytes - b.parking.host_bytes) for b in self._buckets))
 
     def load(self, loaded: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Write loaded state of planes to the host, once torch has loaded the scalars."""
+        self._seed = None
         self._settle()
         for planes in self._planes:
             planes.load({p: loaded[p] for p in planes.parameters if p in loaded})
@@ -522,6 +530,7 @@ class StateWindow:
 
     def end_step(self) -> None:
         """Wait until the host's state is whole, and show what a step has counted."""
+        self._seed = None
         self._settle()
         for planes in self._planes:
             planes.end_step()

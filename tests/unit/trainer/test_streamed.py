@@ -21,7 +21,7 @@ from colo.errors import BudgetError, PhaseError
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.testing import IllegalAccess
-from colo.trainer import window
+from colo.trainer import planes, window
 from colo.trainer.master_weights import MasterWeights
 from colo.trainer.optimizers import register_separable
 from colo.trainer.planes import Planes, Range
@@ -503,6 +503,43 @@ def test_a_parameter_that_was_never_stepped_begins_its_moments_when_colo_has_end
     assert {key: set(of) for key, of in after.items()} == {key: set(of) for key, of in before.items()}
     ours.step(1)
     assert all(p.isfinite().all() for p in ours.parameters)
+
+
+def test_moments_that_a_class_begins_late_are_rounded_by_other_numbers_in_each_step(mover, monkeypatch):
+    seeds, rounds = [], planes.round_at_random
+    monkeypatch.setattr(planes, "round_at_random", lambda *told: seeds.append(told[-1]) or rounds(*told))
+    ours = Trained("plain", dtype=torch.float32, layers=1)
+    ours.optimizer = torch.optim.SGD(ours.net.parameters(), lr=1e-2)
+    state = in_bf16(ours, mover)
+    for number in range(4):
+        ours.optimizer.param_groups[0]["momentum"] = 0.9 * (number > 0)
+        ours.step(number)
+    assert len(set(seeds)) == len(seeds) == 6
+    state.close()
+
+
+def test_a_step_draws_one_number_of_torchs_however_its_state_is_cut_and_often_it_is_begun(mover, monkeypatch):
+    drawn = []
+    for region_bytes, resident_bytes, fails in ((MIB, 0, False), (1, 20_000, False), (MIB, 20_000, True)):
+        ours = made_by("remainders", adamw)
+        ours.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))]})
+        ours.optimizer.param_groups[1]["params"][0].grad = torch.ones(8, dtype=torch.bfloat16)
+        state = in_bf16(ours, mover, region_bytes=region_bytes, resident_bytes=resident_bytes)
+        torch.manual_seed(5)
+        for number in range(2):
+            ours.backward(number)
+            if fails:
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(Planes, "begin_step", interrupted)
+                    ours.optimizer.step()
+            ours.optimizer.step()
+        drawn.append(torch.rand(()))
+        state.close()
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def test_moments_in_bf16_learn_what_fp32_ones_do(mover):
