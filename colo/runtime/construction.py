@@ -35,9 +35,10 @@ from colo.phases.transition import Action, Ledger, Transition
 from colo.planning.estimate import PASS_FRACTION
 from colo.runtime.versions import WeightVersions
 from colo.trainer.optimizers import as_torch, base_of, is_elementwise, why_not_separable
-from colo.trainer.session import LATE, TrainerEvents, TrainerSession
+from colo.trainer.session import LATE, TrainerEvents, TrainerSession, has_other_ranks
 from colo.units import format_bytes
 from colo.weights.publish import Publisher
+from colo.weights.ranks import RankGroup
 from colo.weights.sources.folded import FoldedSource
 from colo.weights.sources.heads import is_peft_model, is_transformers_model
 from colo.weights.transports.base import Transport
@@ -215,7 +216,16 @@ def _session(parts: Parts, events: TrainerEvents, *, streamed: bool, resident_by
         release_gradients=parts.config.release_gradients,
         resident_bytes=resident_bytes,
         moment_dtype=getattr(torch, parts.config.moment_dtype),
+        agree=partial(_stepping_ranks(parts).min, at="drawing the seed of a step"),
     )
+
+
+def _stepping_ranks(parts: Parts) -> RankGroup:
+    """The ranks that weights are spread over, or all of them, each with a replica: those step alike."""
+    ranks = parts.transport.source.ranks
+    if ranks.is_alone and has_other_ranks():
+        return RankGroup.of(torch.distributed.group.WORLD, parts.mover.device)
+    return ranks
 
 
 def make_scheduler(parts: Parts, session: TrainerSession) -> Scheduler:

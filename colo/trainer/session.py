@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 from weakref import finalize
@@ -82,16 +82,17 @@ class TrainerSession:
         release_gradients: bool = False,
         resident_bytes: int = 0,
         moment_dtype: torch.dtype = torch.float32,
+        agree: Callable[[int], int] = int,
     ) -> None:
         """`sharded_modules` are FSDP2's, whose backward passes begin before any hook of a parameter runs.
 
         `streamed` state passes through the device in ranges of at most `region_bytes`, and with `release_gradients`
         does so within the backward pass, as gradients are complete. `resident_bytes` of it stay on the device; its
-        fp32 moments are kept in `moment_dtype`.
+        fp32 moments are kept in `moment_dtype`, rounded by numbers that ranks `agree` on.
         Raises: as `TrainerState`.
         """
         modules = tuple(sharded_modules)
-        if release_gradients and (modules or _has_other_ranks()):
+        if release_gradients and (modules or has_other_ranks()):
             raise Unsupported(
                 "release_gradients=True steps as soon as this rank has a gradient, before ranks have reduced theirs: "
                 "leave it out where there are several"
@@ -124,6 +125,7 @@ class TrainerSession:
                     region_bytes=min(region_bytes, RANGE_BYTES),
                     resident_bytes=resident_bytes,
                     moment_dtype=moment_dtype,
+                    agree=agree,
                     on_progress=events.on_progress,
                     may_release=events.may_release if release_gradients else None,
                     **told,
@@ -300,7 +302,8 @@ class TrainerSession:
         self._state.close(device)
 
 
-def _has_other_ranks() -> bool:
+def has_other_ranks() -> bool:
+    """Tell whether this process is one of several ranks, by torch's process group."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 

@@ -49,6 +49,7 @@ class StreamedState(TrainerState):
         region_bytes: int = RANGE_BYTES,
         resident_bytes: int = 0,
         moment_dtype: torch.dtype = torch.float32,
+        agree: Callable[[int], int] = int,
         on_progress: Callable[[], None] = lambda: None,
         may_release: Callable[[], bool] | None = None,
         **events: Any,
@@ -56,7 +57,7 @@ class StreamedState(TrainerState):
         """`on_progress` is called several times in a step; `events` are those of `TrainerState`.
 
         Of the state, `resident_bytes` stay on the device until a phase needs their room. Moments in fp32 are kept in
-        `moment_dtype`.
+        `moment_dtype`, rounded by numbers that ranks `agree` on.
         With `may_release`, a backward pass in which that is true steps ranges and drops their gradients.
         Raises: as `TrainerState`.
         """
@@ -73,7 +74,7 @@ class StreamedState(TrainerState):
         self._left = _LeftGradient()
         self._changes: list[tuple[torch.Tensor, int]] = []
         self._is_under_way = False
-        self._resident_bytes, self._moment_dtype = resident_bytes, moment_dtype
+        self._resident_bytes, self._moment_dtype, self._agree = resident_bytes, moment_dtype, agree
         super().__init__(optimizer, mover, region_bytes=region_bytes, **events)
 
     def _make_parkings(self, region_bytes: int) -> Sequence[StateSegment]:
@@ -83,6 +84,7 @@ class StreamedState(TrainerState):
             range_bytes=region_bytes,
             resident_bytes=self._resident_bytes,
             moment_dtype=self._moment_dtype,
+            agree=self._agree,
         )
         # masters pass through the window with the rest: the second segment stays, empty, since phases ask for it by
         # name

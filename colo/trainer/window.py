@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +71,9 @@ class StateWindow:
         range_bytes: int,
         resident_bytes: int = 0,
         moment_dtype: torch.dtype = torch.float32,
+        agree: Callable[[int], int] = int,
     ) -> None:
+        """`agree` makes one of the seeds that ranks have drawn for a step."""
         self.optimizer = optimizer
         self.kept: list[Kept] = []
         self.resident = Parking(TRAINER_RESIDENT_STATE, mover, name_of=lambda _: "a plane of the state")
@@ -80,7 +82,7 @@ class StateWindow:
         self._num_slots = NUM_SLOTS + (resident_bytes > 0)
         self._resident_bytes = resident_bytes  # what may still be added to them
         self._mover = mover
-        self._range_bytes, self._moment_dtype = range_bytes, moment_dtype
+        self._range_bytes, self._moment_dtype, self._agree = range_bytes, moment_dtype, agree
         self._has_masters = isinstance(optimizer, MasterWeightsOptimizer)
         self.base: Any = base_of(optimizer)
         """The optimizer whose class steps, and which keeps the state."""
@@ -315,9 +317,10 @@ class StateWindow:
         self.kept = [kept for bucket in self._buckets for kept in bucket.parking.kept] + shared
 
     def prepare(self) -> None:
-        """Reserve host memory for all state.
+        """Reserve host memory for all state, and agree with other ranks on what rounds moments.
 
-        Raises: `BudgetError`; `Unsupported` for parameters that have changed their group. Nothing has changed then.
+        Raises: `BudgetError`; `TransferError` where other ranks are elsewhere; `Unsupported` for parameters that have
+        changed their group. Nothing has changed then.
         """
         groups = self.optimizer.param_groups
         numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
@@ -330,7 +333,7 @@ class StateWindow:
         if self._seed is None and self._moment_dtype is not torch.float32:
             # of torch's generator, so that `torch.manual_seed` and a checkpoint of its state repeat a run; one number,
             # however many planes there are, since other parts of the run draw of it too
-            self._seed = int(torch.randint(1 << 48, (), device="cpu"))
+            self._seed = self._agree(int(torch.randint(1 << 48, (), device="cpu")))
         seed = self._seed or 0
         with torch.no_grad():
             # state that the loop has loaded goes into the planes before its scalars are compared

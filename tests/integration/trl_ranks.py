@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -33,7 +34,9 @@ def made(checkpoint, mode, results):
         return trainer_of(checkpoint, results, kind=ColoGRPOTrainer, config=ColoGRPOConfig, **options, **flag)
     lora = LoraConfig(r=4, target_modules="all-linear")
     trainer = trainer_of(checkpoint, results, made_with={"peft_config": lora}, **options)
-    colo.trl.attach(trainer, engine="torch", config=SMALL_CACHE, seeded=True)
+    # rounded at random, and on both ranks alike, whose generators TRL seeds apart
+    config = replace(SMALL_CACHE, moment_dtype="bfloat16")
+    colo.trl.attach(trainer, engine="torch", config=config, seeded=True)
     return trainer
 
 

@@ -580,7 +580,7 @@ def test_settings_that_contradict_released_gradients_are_refused():
 
 
 def test_gradients_that_ranks_have_yet_to_reduce_are_not_released(monkeypatch):
-    monkeypatch.setattr("colo.trainer.session._has_other_ranks", lambda: True)
+    monkeypatch.setattr("colo.trainer.session.has_other_ranks", lambda: True)
     with pytest.raises(Unsupported, match="before ranks have reduced theirs"):
         launch(release_gradients=True)
 

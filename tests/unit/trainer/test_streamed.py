@@ -538,6 +538,19 @@ def test_a_step_draws_one_number_of_torchs_however_its_state_is_cut_and_often_it
     assert drawn[0] == drawn[1] == drawn[2]
 
 
+def test_ranks_that_agree_on_a_seed_round_alike(mover):
+    pair = []
+    for seed in (1, 2):
+        ours = made_by("remainders", adamw)
+        state = in_bf16(ours, mover, agree=lambda seed: seed and 7)
+        torch.manual_seed(seed)
+        for number in range(3):
+            ours.step(number)
+        pair.append(ours)
+        state.close()
+    assert_same(*pair)
+
+
 def interrupted(*_):
     raise KeyboardInterrupt
 
