@@ -410,25 +410,29 @@ class Planes:
             parts = [local_shard(views[name]) for views in self._views.values() if name in views]
             self._mover.arena.release_after(extent, parts)
         for parameter, views in self._views.items():
+            # a parameter that waits in host memory has its state there too
+            if local_shard(parameter).device != self._mover.device:
+                continue
             for name, view in views.items():
-                host, is_rounded = local_shard(view), self._is_rounded(name)
-                # a parameter that waits in host memory has its state there too
-                is_here = local_shard(parameter).device == self._mover.device
-                if on_device and is_here and (is_rounded or not self.is_on_device):
-                    try:
-                        if is_rounded:  # torch steps fp32 parameters by fp32 moments alone
-                            state = self._state_of(parameter)
-                            if state.get(name) is view:  # one that was never stepped has none
-                                state[name] = _like(parameter, host.to(self._mover.device, torch.float32))
-                            continue
+                host = local_shard(view)
+                try:
+                    if self._is_rounded(name) and (on_device or self._is_on_cpu):
+                        self._widen(parameter, name, view)
+                    elif on_device and not self.is_on_device:
                         host.data = host.to(self._mover.device, copy=True)
                         if name == MASTER_WEIGHT:
                             # `_adopt_master` made master and plane the same memory, so that both have to follow
                             local_shard(self._masters[parameter].tensor).data = host
-                    # one that does not fit stays where it is; smaller ones behind it may still fit
-                    except torch.OutOfMemoryError:
-                        left_bytes += host.nbytes
+                # one that does not fit stays where it is; smaller ones behind it may still fit
+                except torch.OutOfMemoryError:
+                    left_bytes += host.nbytes
         return left_bytes
+
+    def _widen(self, parameter: torch.Tensor, name: str, view: torch.Tensor) -> None:
+        """Give a parameter a moment in fp32: torch steps fp32 parameters by no other."""
+        state = self._state_of(parameter)
+        if state.get(name) is view:  # one that was never stepped has none
+            state[name] = _like(parameter, local_shard(view).to(self._mover.device, torch.float32))
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 

@@ -481,8 +481,6 @@ def test_moments_that_were_kept_in_bf16_step_on_when_colo_ends(kind, resident_by
     twin.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
     state.close(torch.device(place) if place else None)
     mover.close()
-    if place:  # state that is left where it was goes on by being loaded, as any other
-        ours.optimizer.load_state_dict(ours.optimizer.state_dict())
     for number in (3, 4):
         for trained in (twin, ours):
             trained.step(number)
