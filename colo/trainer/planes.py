@@ -200,9 +200,9 @@ class Planes:
         return names | {name: self.dtype_of(name, dtype) for name, dtype in made.items()}
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which planes keep state that the class has in `dtype`."""
-        is_moment = name in MOMENTS and dtype is torch.float32 and self.dtype is torch.float32
-        return self._moment_dtype if is_moment else dtype
+        """The dtype in which planes keep state that is given in `dtype`."""
+        # whatever it is given in: moments that another runtime has left in bf16 are stepped in fp32 like others
+        return self._moment_dtype if name in MOMENTS and self.dtype is torch.float32 else dtype
 
     @property
     def num_seeds(self) -> int:
@@ -215,7 +215,7 @@ class Planes:
         return sum(map(self._is_rounded, self.layout))
 
     def _is_rounded(self, name: str) -> bool:
-        return self.dtype_of(name, torch.float32) is not torch.float32 and name not in OF_MASTERS
+        return self.dtype_of(name, torch.float32) is not torch.float32
 
     def _options(self, parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
         return {**self._base.param_groups[self.group], "params": parameters}
@@ -398,7 +398,7 @@ class Planes:
             for name, value in given.items():
                 if name not in OF_MASTERS and is_plane(value, parameter):
                     # the plane's dtype wins over the file's: a checkpoint in another precision is cast here
-                    self._need(name, self.layout.get(name, value.dtype))
+                    self._need(name, self.layout.get(name, self.dtype_of(name, value.dtype)))
                     local_shard(self._views[parameter][name]).copy_(local_shard(value))
                     self._base.state[self._key_of(parameter)][name] = self._views[parameter][name]
 

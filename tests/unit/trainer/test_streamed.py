@@ -536,6 +536,30 @@ def test_a_step_draws_one_number_of_torchs_however_its_state_is_cut_and_often_it
     assert drawn[0] == drawn[1] == drawn[2]
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_moments_take_the_precision_of_the_run_that_loads_or_finds_them(dtypes, mover):
+    def momentum(parameters, factor=0.9):
+        return torch.optim.SGD(parameters, lr=1e-2, momentum=factor)
+
+    first = made_by("plain", momentum)
+    state = in_bf16(first, mover, moment_dtype=dtypes[0])
+    first.step(0)
+    saved = copy.deepcopy(first.optimizer.state_dict())
+    state.close()
+    for loads in (True, False):
+        ours = made_by("plain", partial(momentum, factor=0) if loads else momentum)
+        for number, p in enumerate(ours.parameters if not loads else ()):  # as a GPU that is full leaves them
+            ours.optimizer.state[p] = dict(saved["state"][number])
+        state = in_bf16(ours, mover, moment_dtype=dtypes[1])
+        if loads:
+            ours.optimizer.load_state_dict(saved)
+        for number in (1, 2):
+            ours.step(number)
+        found = ours.optimizer.state_dict()["state"].values()
+        assert {of["momentum_buffer"].dtype for of in found} == {dtypes[1]}
+        state.close()
+
+
 def test_ranks_that_agree_on_a_seed_round_alike(mover):
     pair = []
     for seed in (1, 2):
