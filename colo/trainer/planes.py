@@ -39,6 +39,7 @@ from colo.trainer.remainders import (
     MASTER_WEIGHT,
     MOMENTS,
     OF_MASTERS,
+    OF_VARIANCE,
     close_masters,
     open_masters,
     round_at_random,
@@ -156,6 +157,8 @@ class Planes:
         """The dtype that the class steps in."""
 
         self._moment_dtype = moment_dtype
+        is_centered = bool(base.param_groups[group].get("centered"))
+        self._moments = MOMENTS - OF_VARIANCE if is_centered else MOMENTS
         self._seed = 0  # by which the present step rounds moments
         self._is_on_cpu = mover.device.type == "cpu"
         self._starts: dict[torch.Tensor, int] = {}
@@ -202,7 +205,7 @@ class Planes:
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which planes keep state that is given in `dtype`."""
         # whatever it is given in: moments that another runtime has left in bf16 are stepped in fp32 like others
-        return self._moment_dtype if name in MOMENTS and self.dtype is torch.float32 else dtype
+        return self._moment_dtype if name in self._moments and self.dtype is torch.float32 else dtype
 
     @property
     def num_seeds(self) -> int:

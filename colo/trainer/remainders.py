@@ -35,6 +35,9 @@ MOMENTS = frozenset(
 )
 """Keys under which torch's classes keep means and sums of gradients, and of their squares."""
 
+OF_VARIANCE = frozenset({"square_avg", "grad_avg"})
+"""Keys of two of which a centered RMSprop takes the root of a small difference: rounded, that would be below zero."""
+
 DIGEST_ELEMENTS = 1024  # elements of a weight, in their order in memory, that one digest covers
 
 _SIGN_AND_QUIET_NAN = (-64, 0x7FC0)  # as int16, of a negative and of a positive NaN

@@ -355,7 +355,7 @@ MOMENTS_OF = {
     "adamw": adamw,
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
-    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9, centered=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-2, momentum=0.9),
     "adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
     "adadelta": lambda params: torch.optim.Adadelta(params, lr=1e-2),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
@@ -558,6 +558,21 @@ def test_moments_take_the_precision_of_the_run_that_loads_or_finds_them(dtypes, 
         found = ours.optimizer.state_dict()["state"].values()
         assert {of["momentum_buffer"].dtype for of in found} == {dtypes[1]}
         state.close()
+
+
+def test_a_variance_of_rmsprop_stays_above_zero_where_gradients_are_nearly_the_same(mover):
+    ours = made_by("plain", lambda params: torch.optim.RMSprop(params, lr=1e-4, alpha=0.9, momentum=0.5, centered=True))
+    state = in_bf16(ours, mover)
+    for number in range(100):
+        ours.backward(number)
+        for p in ours.parameters:
+            p.grad.mul_(0.05).add_(1)
+        ours.optimizer.step()
+    assert all(p.isfinite().all() for p in ours.parameters)
+    found = ours.optimizer.state_dict()["state"][0]
+    names = {name for name, value in found.items() if value.dtype is torch.bfloat16}
+    assert names == {"momentum_buffer"}
+    state.close()
 
 
 def test_ranks_that_agree_on_a_seed_round_alike(mover):
