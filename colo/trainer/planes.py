@@ -254,6 +254,14 @@ class Planes:
         return left + sum(extent.size_bytes for extent in self.extents.values())
 
     @property
+    def returned_bytes(self) -> int:
+        """Device bytes that `let_go` takes: of what is in host memory, and of moments in fp32, wherever they are."""
+        made = self.slabs.items()
+        narrow_bytes = sum(slab.nbytes for name, slab in made if self._is_rounded(name))
+        others = sum(slab.nbytes for name, slab in made if name in self.extents and not self._is_rounded(name))
+        return torch.float32.itemsize // torch.bfloat16.itemsize * narrow_bytes + others
+
+    @property
     def is_on_device(self) -> bool:
         """True while the planes are on the device, or will be made there."""
         return self.stays is not None and self.stays.residency is not Residency.OFFLOADED

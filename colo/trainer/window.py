@@ -169,15 +169,16 @@ class StateWindow:
 
     def close(self, *, on_device: bool) -> None:
         """Give all state memory of its own: on the device where there is room for it, or in host memory, as it is."""
-        device, left_bytes = self._mover.device, 0
         # waits for copies under way: the planes must be whole before they are given away
         self._leave()
-        if on_device and device.type == "cuda" and free_device_bytes(device) < self.host_bytes:
-            on_device, left_bytes = False, self.host_bytes  # a part there would be of no use, and in the weights' way
-        elif not on_device:
+        is_full = on_device and not self._has_room()
+        # a part on the device would be of no use, and in the weights' way
+        on_device = on_device and not is_full
+        if not on_device:
             with suppress(BudgetError):  # without room in the arena it stays, and the loop may move it
                 self.resident.begin(Residency.OFFLOADED).wait()
         self._let_resident_go()
+        left_bytes = self.host_bytes if is_full else 0
         if self._region is not None:
             # the window's memory first: the state needs its room on a full device
             self._region.close()
@@ -202,6 +203,12 @@ class StateWindow:
                 "its state where there is room",
                 stacklevel=6,
             )
+
+    def _has_room(self) -> bool:
+        """Tell whether the device has room for all state that is returned to it; a CPU has it already."""
+        returned_bytes = sum(planes.returned_bytes for planes in self._planes)
+        returned_bytes += sum(bucket.parking.host_bytes for bucket in self._buckets)
+        return self._mover.device.type == "cpu" or free_device_bytes(self._mover.device) >= returned_bytes
 
     def _open(self) -> None:
         """Take the slots' memory. Raises: `BudgetError` when the device has no room."""

@@ -560,6 +560,30 @@ def test_moments_take_the_precision_of_the_run_that_loads_or_finds_them(dtypes, 
         state.close()
 
 
+@of_planes
+@pytest.mark.parametrize("resident_bytes", [0, 20_000, MIB])
+def test_moments_go_back_to_a_device_that_has_room_for_them_in_fp32(kind, resident_bytes, mover, monkeypatch):
+    ours = made_by(kind, adamw)
+    state = in_bf16(ours, mover, resident_bytes=resident_bytes)
+    ours.step(0)
+    free = [0]
+    monkeypatch.setattr(window, "free_device_bytes", lambda _: free[0])
+    monkeypatch.setattr(state.window, "_mover", SimpleNamespace(device=torch.device("cuda")))
+    num_elements = sum(planes._num_elements for planes in state.window._planes)
+    for free[0] in (8 * num_elements - 1, state.window.host_bytes):
+        assert not state.window._has_room()
+    free[0] = 8 * num_elements + state.window.host_bytes
+    assert state.window._has_room()
+    monkeypatch.setattr(state.window, "_mover", mover)
+    left, let_go = [], Planes.let_go
+    monkeypatch.setattr(state.window, "_has_room", lambda: False)
+    monkeypatch.setattr(Planes, "let_go", lambda self, **on: left.append(self.host_bytes) or let_go(self, **on))
+    total_bytes = state.window.total_bytes
+    with pytest.warns(UserWarning, match="stay in host memory"):
+        state.close()
+    assert sum(left) >= total_bytes, "what was on the device has left it, too"
+
+
 def test_a_variance_of_rmsprop_stays_above_zero_where_gradients_are_nearly_the_same(mover):
     ours = made_by("plain", lambda params: torch.optim.RMSprop(params, lr=1e-4, alpha=0.9, momentum=0.5, centered=True))
     state = in_bf16(ours, mover)
