@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any
 
@@ -676,7 +676,9 @@ def _like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
     """Wrap a shard, on any device, as a tensor that is sharded like a parameter."""
     if not is_dtensor(parameter):
         return shard
-    made: torch.Tensor = sys.modules["torch.distributed.tensor"].DTensor(shard, parameter._spec, requires_grad=False)
+    # a moment of a 16-bit weight with a master is fp32, or bf16 of an fp32 one: operators go by the dtype in the spec
+    spec = replace(parameter._spec, tensor_meta=parameter._spec.tensor_meta._replace(dtype=shard.dtype))
+    made: torch.Tensor = sys.modules["torch.distributed.tensor"].DTensor(shard, spec, requires_grad=False)
     return made
 
 

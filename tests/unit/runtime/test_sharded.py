@@ -60,6 +60,19 @@ def test_sharded_16_bit_weights_have_sharded_masters_which_wait_in_host_memory(m
     rt.close()
 
 
+@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
+def test_sharded_16_bit_weights_whose_state_was_streamed_step_on_when_colo_has_ended(mesh, moment_dtype):
+    model = AutoModelForCausalLM.from_config(qwen3(), dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh)
+    optimizer = MasterWeights(adamw)(model.parameters())
+    config = colo.RuntimeConfig(optimizer="streamed", moment_dtype=moment_dtype)
+    with colo.share(make_engine(torch.bfloat16), model, optimizer, config=config) as rt, rt.train():
+        train_step(rt)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    train_step(SimpleNamespace(model=model, optimizer=optimizer))
+    assert any(not torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
 def test_nccls_memory_is_away_while_the_engine_samples_and_back_before_anything_is_sent(mesh):
     model = AutoModelForCausalLM.from_config(qwen3())
     fully_shard(model, mesh=mesh)
