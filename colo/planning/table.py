@@ -121,7 +121,10 @@ def _verdict(estimate: Estimate) -> Text:
     text.append(
         f"As the engine starts, {format_bytes(sum(start.values()))}: {format_bytes(start[ACTIVATIONS])} to warm up\n"
     )
-    if estimate.streamed:
+    if estimate.streamed and not estimate.step_wait_s:
+        state = format_bytes(estimate.state_bytes)
+        text.append(f"The optimizer's state, {state}, stays on the device, and is stepped a range at a time\n")
+    elif estimate.streamed:
         stays = estimate.resident_state_bytes
         text.append(
             f"The optimizer's state, {format_bytes(estimate.state_bytes)}, is streamed: in host memory, and on the "
