@@ -123,7 +123,7 @@ def _verdict(estimate: Estimate) -> Text:
     )
     if estimate.streamed and not estimate.step_wait_s:
         state = format_bytes(estimate.state_bytes)
-        text.append(f"The optimizer's state, {state}, stays on the device, and is stepped a range at a time\n")
+        text.append(f"The optimizer's state, {state}, stays on the device, stepped range by range\n")
     elif estimate.streamed:
         stays = estimate.resident_state_bytes
         text.append(

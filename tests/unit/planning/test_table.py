@@ -83,8 +83,8 @@ def test_streamed_state_says_where_it_is_and_what_a_step_waits_for():
     assert "9.59 GiB of it stay on the device. A step waits 1.31 s for the rest at 54.6 GB/s" in text
     text = render(plan(gpu_memory_bytes=48 * GIB, state="streamed", context=4096, generations=8))
     assert "A step waits 1.50 s for it at 54.6 GB/s" in text and "stay on the device" not in text
-    text = render(plan(gpu_memory_bytes=140 * GIB, moment_dtype="bfloat16", context=4096, generations=8))
-    assert "The optimizer's state, 45.77 GiB, stays on the device, and is stepped a range at a time" in text
+    text = render(plan(gpu_memory_bytes=140 * GIB, state="auto", moment_dtype="bfloat16", context=4096, generations=8))
+    assert "The optimizer's state, 45.77 GiB, stays on the device, stepped range by range" in text
     assert "A step waits" not in text and "in host memory, and" not in text
 
 
