@@ -29,8 +29,15 @@ from colo.memory.storage import dense_parts, local_bytes, local_shard
 from colo.phases.phase import TRAINER_KEPT, TRAINER_MASTER_WEIGHTS, TRAINER_OPTIMIZER, FixedSegment, Residency, Segment
 from colo.trainer.gradients import Gradients, HoldsGradient, make_gradients
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts, as_torch, parameters_of
-from colo.trainer.remainders import OF_MASTERS
+from colo.trainer.optimizers import (
+    MegatronOptimizers,
+    OptimizerParts,
+    as_torch,
+    base_of,
+    is_elementwise,
+    parameters_of,
+)
+from colo.trainer.remainders import MOMENTS, OF_MASTERS
 from colo.units import GIB, align_up
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -93,6 +100,7 @@ class TrainerState:
             raise
 
     def _make_parkings(self, region_bytes: int) -> Sequence[StateSegment]:
+        _widen_moments(self.optimizer)
         return [
             Parking(name, self._mover, name_of=self._name_of, pack_bytes=region_bytes)
             for name in (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
@@ -455,6 +463,23 @@ def _bytes_of_state(inner: Any, groups: list[dict[str, Any]], *, steps_all: bool
                 # of what is stepped: moments of masters are fp32, whatever the weights are
                 num_bytes += copies * align_up(local_bytes(stepped), ALIGNMENT_BYTES)
     return num_bytes
+
+
+def _widen_moments(optimizer: Any) -> None:
+    """Keep moments in fp32 that a runtime has left in bf16 on the host: torch steps fp32 parameters by no others."""
+    base = base_of(optimizer)
+    if not (isinstance(base, torch.optim.Optimizer) and is_elementwise(base)):
+        return  # other classes may keep bf16 themselves
+    narrow = [
+        (state, name)
+        for parameter, state in base.state.items()
+        for name in MOMENTS & state.keys()
+        if torch.is_tensor(state[name]) and (state[name].dtype, parameter.dtype) == (torch.bfloat16, torch.float32)
+    ]
+    for state, name in narrow:
+        state[name] = state[name].to(torch.float32)
+    if narrow and base is not optimizer:
+        optimizer.publish_state()
 
 
 def unwrapped(optimizer: Any) -> Any:

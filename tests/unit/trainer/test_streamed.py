@@ -561,6 +561,18 @@ def test_moments_take_the_precision_of_the_run_that_loads_or_finds_them(dtypes, 
 
 
 @of_planes
+def test_resident_state_steps_moments_that_were_left_in_bf16(kind, mover):
+    ours = made_by(kind, adamw)
+    ours.step(0)
+    for of in ours.inner.state.values():  # as a GPU that is full leaves them
+        of.update({name: of[name].bfloat16() for name in MOMENTS & of.keys()})
+    state = TrainerState(ours.optimizer, mover)
+    ours.step(1)
+    assert {of["exp_avg"].dtype for of in ours.optimizer.state_dict()["state"].values()} == {torch.float32}
+    state.close()
+
+
+@of_planes
 @pytest.mark.parametrize("resident_bytes", [0, 20_000, MIB])
 def test_moments_go_back_to_a_device_that_has_room_for_them_in_fp32(kind, resident_bytes, mover, monkeypatch):
     ours = made_by(kind, adamw)
