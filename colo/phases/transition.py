@@ -288,7 +288,7 @@ class Holding:
     size_bytes: int  # device bytes when resident; for a discarded segment, what becoming resident will take
     residency: Residency
     away: Residency | None = None  # where it goes when its bytes are needed; `None` for never
-    home_bytes: int = 0  # host bytes that it takes in any residency, as streamed state does
+    home_bytes: int = 0  # host bytes that it takes in any residency, as streamed state does; no more once it is away
 
     @property
     def device_bytes(self) -> int:
@@ -298,7 +298,7 @@ class Holding:
     @property
     def host_bytes(self) -> int:
         """Host bytes in this residency."""
-        return self.home_bytes + (self.size_bytes if self.residency is Residency.OFFLOADED else 0)
+        return self.home_bytes or (self.size_bytes if self.residency is Residency.OFFLOADED else 0)
 
     @property
     def eviction_cost_bytes(self) -> int:

@@ -31,7 +31,7 @@ from colo.phases.phase import (
 )
 from colo.phases.scheduler import Budget, Scheduler
 from colo.phases.trace import Trace
-from colo.phases.transition import Action, Ledger, Transition
+from colo.phases.transition import Ledger, Transition
 from colo.planning.estimate import PASS_FRACTION
 from colo.runtime.versions import WeightVersions
 from colo.trainer.optimizers import as_torch, base_of, is_elementwise, why_not_separable
@@ -334,8 +334,7 @@ def _planned_beside_state(scheduler: Scheduler, phase: Phase, ledger: Ledger) ->
 
 def prepare_arena(rollout: Transition, mover: Mover) -> None:
     """Pin host memory in the background for the state that will have to leave, so that no step waits for it."""
-    expected_bytes = sum(step.moved_bytes for step in rollout.steps if step.action is Action.OFFLOAD)
-    expected_bytes += sum(holding.home_bytes for holding in rollout.after.holdings.values())
+    expected_bytes = rollout.after.host_bytes - mover.arena.used_bytes
     # more than the limit is refused where it is needed, with the bytes
     if mover.device.type == "cuda" and 0 < expected_bytes <= mover.arena.limit_bytes:
         mover.arena.prepare(expected_bytes)

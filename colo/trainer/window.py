@@ -24,6 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from colo.errors import BudgetError, Unsupported
+from colo.memory.arena import ALIGNMENT_BYTES
 from colo.memory.offload import Mover
 from colo.memory.parking import Kept, Parking
 from colo.memory.probe import free_device_bytes
@@ -149,9 +150,10 @@ class StateWindow:
 
     @property
     def home_bytes(self) -> int:
-        """Host bytes of the state in excess of the window's size, but for that of planes on the device."""
+        """Host bytes of the state, but for that of planes on the device, in the pages that the arena lends."""
+        away = [planes for planes in self._planes if planes.stays is None]
         resident_bytes = sum(planes.total_bytes for planes in self._planes if planes.stays is not None)
-        return max(0, self.total_bytes - resident_bytes - self.size_bytes)
+        return self.total_bytes - resident_bytes + sum(len(planes.layout) for planes in away) * ALIGNMENT_BYTES
 
     def begin(self, target: Residency) -> Move:
         """Open the window, or close it; see `Segment.begin`."""

@@ -188,14 +188,14 @@ def test_a_closed_arena_says_so_whatever_it_is_asked(arena):
 def test_closing_waits_for_what_is_being_prepared(arena, monkeypatch):
     begun, ended = threading.Event(), threading.Event()
 
-    def slow(num_bytes):
+    def slow(num_bytes, in_one_piece):
         begun.set()
         time.sleep(0.2)
         ended.set()
 
     monkeypatch.setattr(arena, "reserve", slow)
     arena.prepare(1)
-    begun.wait()
+    assert begun.wait(60)
     arena.close()
     assert ended.is_set()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("colo-arena")]

@@ -50,8 +50,8 @@ def test_phases_keep_free_what_they_take_beside_the_segments():
 class Arena:
     """Notes what it is told to prepare."""
 
-    def __init__(self, limit_bytes):
-        self.limit_bytes = limit_bytes
+    def __init__(self, limit_bytes, used_bytes=0):
+        self.limit_bytes, self.used_bytes = limit_bytes, used_bytes
         self.prepared = []
 
     def prepare(self, num_bytes):
@@ -86,6 +86,26 @@ def test_host_memory_is_pinned_for_state_that_will_have_to_leave():
 def test_none_is_pinned_where_nothing_leaves_or_none_is_allowed_or_without_a_gpu():
     assert prepared(state_bytes=400) == [], "everything fits"
     assert prepared(device=torch.device("cpu")) == []
+
+
+def test_state_that_is_streamed_is_pinned_whole_and_once():
+    memory = FakeDevice(2000)
+    window = FakeSegment("trainer.optimizer", 100, memory)
+    window.home_bytes = 700
+    segments = [
+        FakeSegment("engine.weights", 100, memory, away=None),
+        FakeSegment("engine.kv_cache", 300, memory, away=Residency.DISCARDED),
+        window,
+        FakeSegment("trainer.master_weights", 0, memory, residency=Residency.DISCARDED),
+    ]
+    for capacity_bytes in (450, 2000):  # the window leaves for a rollout, and stays
+        scheduler = Scheduler(segments, Budget(capacity_bytes=capacity_bytes, host_capacity_bytes=700))
+        for used_bytes, expected in ((0, [700]), (600, [100]), (700, [])):
+            arena = Arena(1000, used_bytes)
+            prepare_arena(check_phases(scheduler), SimpleNamespace(device=CUDA, arena=arena))
+            assert arena.prepared == expected
+        with pytest.raises(BudgetError, match="host arena in phase"):
+            check_phases(Scheduler(segments, Budget(capacity_bytes=capacity_bytes, host_capacity_bytes=699)))
 
 
 def test_a_rollout_that_will_not_fit_once_there_is_state_is_refused():

@@ -327,6 +327,22 @@ def test_copies_under_way_keep_the_memory_of_state_that_a_class_begins_late(regi
     state.close()
 
 
+@of_planes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("resident_bytes", [0, 20_000])
+def test_host_memory_that_is_set_up_beforehand_is_all_that_state_takes(kind, dtype, resident_bytes, mover):
+    trained = Trained(kind, size=300)  # planes of about a block each
+    state = streamed(trained, mover, moment_dtype=dtype, resident_bytes=resident_bytes)
+    mover.arena.prepare(state.window.home_bytes - mover.arena.used_bytes).result()
+    before = mover.arena.pinned_bytes
+    for number in range(3):
+        trained.step(number)
+        state.refresh()
+        assert mover.arena.pinned_bytes == before
+    assert 0 < mover.arena.used_bytes <= state.window.home_bytes + 3 * 4096 * len(trained.parameters)
+    state.close()
+
+
 def test_nothing_grows_over_a_hundred_steps(mover):
     trained = Trained()
     state = streamed(trained, mover)
