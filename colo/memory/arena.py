@@ -88,7 +88,7 @@ class PinnedArena:
         return sum(block.size_bytes - block.free_bytes for block in self._blocks)
 
     def prepare(self, num_bytes: int) -> Future[None]:
-        """Set up room for `num_bytes` more, in one piece, in a background thread; the future raises as `reserve`.
+        """Set up room for `num_bytes` more in a background thread; the future raises what `reserve` would.
 
         A failure is logged, too: extents are lent all the while, and find the room that there is.
         """
@@ -96,12 +96,12 @@ class PinnedArena:
             self._check_open()
             if self._setup is None:
                 self._setup = ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-arena")
-            future = self._setup.submit(self.reserve, num_bytes, in_one_piece=True)
+            future = self._setup.submit(self.reserve, num_bytes)
         future.add_done_callback(_tell_of_failure)
         return future
 
-    def reserve(self, num_bytes: int, *, in_one_piece: bool = False) -> None:
-        """Make sure that extents of `num_bytes` in all can be lent without growing, of any size if `in_one_piece`.
+    def reserve(self, num_bytes: int) -> None:
+        """Make sure that extents of `num_bytes` in all can be lent without growing.
 
         Raises: `BudgetError` when that would exceed the limit or the memory of the host; nothing has changed then.
         """
@@ -110,9 +110,9 @@ class PinnedArena:
                 self._check_open()
                 self._take_back()
                 # free bytes may be in pieces: `allocate` grows for an extent that none of them holds
-                missing_bytes = num_bytes - sum(block.free_bytes for block in self._blocks)
-                if in_one_piece and not any(block.largest_bytes >= num_bytes for block in self._blocks):
-                    missing_bytes = num_bytes
+                free_bytes = (block.free_bytes for block in self._blocks)
+                # the ends of blocks that an extent has been too small for are of no use to a large one
+                missing_bytes = num_bytes - sum(size for size in free_bytes if size >= BLOCK_ALIGNMENT_BYTES)
             if missing_bytes > 0:
                 self._grow(missing_bytes, MAX_BLOCK_BYTES)
 
@@ -251,11 +251,6 @@ class _PinnedBlock:
     @property
     def free_bytes(self) -> int:
         return sum(size for _, size in self._free)
-
-    @property
-    def largest_bytes(self) -> int:
-        """Bytes of the largest piece that is free."""
-        return max((size for _, size in self._free), default=0)
 
     def lend(self, size_bytes: int) -> int | None:
         for index, (offset, size) in enumerate(self._free):

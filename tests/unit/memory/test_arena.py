@@ -188,7 +188,7 @@ def test_a_closed_arena_says_so_whatever_it_is_asked(arena):
 def test_closing_waits_for_what_is_being_prepared(arena, monkeypatch):
     begun, ended = threading.Event(), threading.Event()
 
-    def slow(num_bytes, in_one_piece):
+    def slow(num_bytes):
         begun.set()
         time.sleep(0.2)
         ended.set()
