@@ -58,7 +58,7 @@ class MomentDtype(StrEnum):
     """The precision in which classes make them."""
 
     BFLOAT16 = "bfloat16"
-    """In half of the bytes; stepped in fp32, and rounded at random."""
+    """In half of the bytes; stepped in fp32, and rounded stochastically."""
 
 
 _CHOICES: dict[str, type[Offload] | type[Weights] | type[OptimizerState] | type[MomentDtype]] = {
@@ -101,7 +101,7 @@ class RuntimeConfig:
     moment_dtype: MomentDtype = MomentDtype.FLOAT32
     """`bfloat16` keeps the moments of streamed state in half of the bytes, and fp32 masters as they are: AdamW then
     takes 6 bytes a parameter instead of 10, of host memory and of the bus. A step widens a range's moments, and rounds
-    them up or down at random, drawn by `torch.manual_seed`: weights are not those of fp32 moments. `auto` streams then,
+    them stochastically, as `torch.manual_seed` seeds it: weights are not those of fp32 moments. `auto` streams then,
     and keeps on the device what fits. For torch's classes that step element by element, of Adam's kind and SGD's."""
 
     release_gradients: bool = False

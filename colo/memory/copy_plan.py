@@ -476,7 +476,7 @@ def try_out(device: torch.device) -> None:
         raise RuntimeError(f"Triton's kernels are wrong: {split}")
     values = torch.tensor([0x3F810000, -0x00800000, 0x7FFFFFFF] + [0x3F808000] * 997, dtype=torch.int32, device=device)
     rounded = torch.zeros(len(values), dtype=torch.int16, device=device)
-    compiled.round_at_random(values, rounded, 7)
+    compiled.round_stochastically(values, rounded, 7)
     exact, ups = rounded[:3].tolist(), int(rounded[3:].sum()) - 997 * 0x3F80
     if exact != [0x3F81, -0x80, 0x7FC0] or rounded[3:].unique().tolist() != [0x3F80, 0x3F81] or not 400 < ups < 600:
         raise RuntimeError(f"Triton's kernels are wrong: {exact}, {ups}")

@@ -191,8 +191,8 @@ def _round(values, rounded, seed, count, BLOCK: tl.constexpr):
     tl.store(rounded + at, tl.where(is_nan, 0x7FC0, upper).to(tl.int16), mask=inside)
 
 
-def round_at_random(values, rounded, seed: int) -> None:
-    """Round bits of fp32 values (int32) to those of bf16 ones (int16); see `round_at_random` of remainders."""
+def round_stochastically(values, rounded, seed: int) -> None:
+    """Round bits of fp32 values (int32) to those of bf16 ones (int16); see `round_stochastically` of remainders."""
     if count := values.numel():
         with torch.cuda.device_of(values):
             _round[(triton.cdiv(count, _BLOCK),)](values, rounded, seed, count, BLOCK=_BLOCK)

@@ -529,7 +529,7 @@ def window_bytes(shape: ModelShape, w: Workload) -> Window:
         return Window(state=window, gradients=2 * largest * dtype_bytes)
     state_bytes = masters + _moment_bytes(w, (1,))
     elements = min(num_trained, RANGE_BYTES // state_bytes)
-    flat_bytes = 2 * (4 if masters else dtype_bytes)
+    flat_bytes = 2 * (4 if masters else dtype_bytes) + masters  # and the 16-bit weights
     # moments that are kept in bf16 are stepped in fp32
     flat_bytes += optimizer_bytes(w.optimizer, (1,)) if w.moment_dtype is MomentDtype.BFLOAT16 else 0
     return Window(

@@ -42,7 +42,7 @@ from colo.trainer.remainders import (
     OF_VARIANCE,
     close_masters,
     open_masters,
-    round_at_random,
+    round_stochastically,
     split,
 )
 from colo.units import align_up, format_bytes
@@ -538,7 +538,7 @@ class Planes:
                 state[name] = torch.empty(self.range_elements, dtype=dtype, device=flat.device)
                 mine[name] = state[name][start:stop]
             if self._is_rounded(name):  # the class has used the gradient, whose memory is free
-                round_at_random(made[name], mine[name], gradient.view(torch.int32), next(seeds))
+                round_stochastically(made[name], mine[name], gradient.view(torch.int32), next(seeds))
             # some classes replace a state tensor (`state[x] = new`) where others write in place
             elif made[name].data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(made[name])

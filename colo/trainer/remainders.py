@@ -1,4 +1,4 @@
-"""fp32 masters in two bytes, what a bf16 weight is short of its master; and moments in two, rounded at random.
+"""fp32 masters in two bytes, what a bf16 weight is short of its master; and moments in two, rounded stochastically.
 
 A bf16 number is the upper half of an fp32 one. Taken as integers, a master is its weight, 16 bits further up, and a
 signed remainder of 16 bits: masters round to the nearest weight, and what is rounded away is what is kept. Every fp32
@@ -10,7 +10,7 @@ weight then, one more than 16 bits tell apart.
 
 Of moments the lower half is dropped, which loses numbers and is asked for. A mean over 1,000 steps changes by a
 thousandth of itself in one, and rounded to the nearest bf16 number, 1/256 away, would stay what it is for ever. Rounded
-up or down at random, by how near the two are, it is right in the mean (Gupta et al. 2015).
+up or down at random, by how near the two are, it is right in the mean (stochastic rounding, Gupta et al. 2015).
 """
 
 from __future__ import annotations
@@ -121,14 +121,14 @@ def close_masters(
     digests.copy_(block_digests(rounded))
 
 
-def round_at_random(values: torch.Tensor, rounded: torch.Tensor, bits: torch.Tensor, seed: int) -> None:
+def round_stochastically(values: torch.Tensor, rounded: torch.Tensor, bits: torch.Tensor, seed: int) -> None:
     """Round `values` (fp32) up or down to `rounded` (bf16), right in the mean; overwrites `bits` (int32). All flat.
 
     What bf16 has stays as it is, infinities and NaN too.
     """
     compiled = kernels(values.device)
     if compiled is not None:
-        compiled.round_at_random(values.view(torch.int32), rounded.view(torch.int16), seed)
+        compiled.round_stochastically(values.view(torch.int32), rounded.view(torch.int16), seed)
         return
     # a carry from the random lower half rounds up: its probability is the lower half's share of a last place
     bits.random_(0, 1 << 16, generator=torch.Generator(values.device).manual_seed(seed))

@@ -9,7 +9,7 @@ import torch
 from colo.memory.offload import Mover
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import MasterWeights
-from colo.trainer.remainders import DIGEST_ELEMENTS, MOMENTS, close_masters, open_masters, round_at_random, split
+from colo.trainer.remainders import DIGEST_ELEMENTS, MOMENTS, close_masters, open_masters, round_stochastically, split
 from colo.trainer.state import TrainerState
 from colo.trainer.streamed import StreamedState
 from colo.units import GIB, MIB
@@ -100,7 +100,7 @@ def test_what_is_rounded_at_random_is_a_neighbour_in_half_of_the_cases_that_bf16
     bits = torch.randint(-(2**31), 2**31, (1 << 22,), dtype=torch.int64, device=CUDA).to(torch.int32)
     bits[:4] = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, 0x7FC00000], device=CUDA)  # NaN, NaN, infinity, NaN
     values, rounded = bits.view(torch.float32), torch.empty(len(bits), dtype=torch.bfloat16, device=CUDA)
-    round_at_random(values, rounded, torch.empty_like(bits), seed=0)
+    round_stochastically(values, rounded, torch.empty_like(bits), seed=0)
     numbers = ~values.isnan()
     assert torch.equal(rounded.isnan(), values.isnan())
     steps = (rounded.float().view(torch.int32) - (bits & (-1 << 16)))[numbers] >> 16

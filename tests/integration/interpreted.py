@@ -50,7 +50,7 @@ def test_a_kernel_that_walks_wrongly_is_not_used(monkeypatch, doing, broken):
     [
         ("split_masters", lambda masters: (masters.to(torch.int16), masters.to(torch.int16))),
         ("open_masters", lambda weights, remainders, digests, numbers, masters: masters.zero_()),
-        ("round_at_random", lambda values, rounded, seed: rounded.copy_(values >> 16)),
+        ("round_stochastically", lambda values, rounded, seed: rounded.copy_(values >> 16)),
         ("close_masters", lambda masters, weights, remainders, digests, numbers, changed: changed.add_(1)),
     ],
 )
@@ -132,7 +132,7 @@ def test_the_kernel_splits_masters_as_torch_does(bits, repeats):
 def test_the_kernel_rounds_to_neighbours_and_keeps_what_bf16_has(bits, repeats):
     values = torch.tensor(bits * repeats, dtype=torch.int32)
     is_nan, rounded = values.view(torch.float32).isnan(), torch.zeros(len(values), dtype=torch.int16)
-    kernels.round_at_random(values, rounded, seed=2**50 + 3)
+    kernels.round_stochastically(values, rounded, seed=2**50 + 3)
     assert torch.equal(rounded.view(torch.bfloat16).isnan(), is_nan)
     steps = (rounded.to(torch.int32) - (values >> 16))[~is_nan]
     assert torch.all((steps == 0) | ((steps == 1) & ((values & 0xFFFF) > 0)[~is_nan]))

@@ -306,7 +306,7 @@ def test_state_is_streamed_where_it_does_not_fit_as_a_whole():
     assert not plan(gpu_memory_bytes=140 * GIB).streamed and plan(gpu_memory_bytes=140 * GIB).step_wait_s == 0
     assert streamed.step_wait_s == pytest.approx(10 * PARAMETERS / 54.6e9, rel=1e-3)
     step, elements = streamed.phases["step"], 64 * MIB // 10
-    assert step["trainer.optimizer"] == (3 * 10 + 8) * elements  # and fp32 masters and gradients of what is stepped
+    assert step["trainer.optimizer"] == (3 * 10 + 8 + 2) * elements  # and what is stepped: masters, gradients, weights
     assert step["activations"] == streamed.phases["train"]["trainer.optimizer"] == 0
     assert streamed.host_bytes == streamed.state_bytes == 10 * PARAMETERS
     assert all(
@@ -332,8 +332,8 @@ def test_moments_in_bf16_take_half_of_the_host_and_of_the_bus():
     wide, found = plan(state="streamed"), plan(state="streamed", moment_dtype="bfloat16")
     assert found.host_bytes == found.state_bytes == 6 * PARAMETERS and wide.state_bytes == 10 * PARAMETERS
     assert found.step_wait_s == pytest.approx(0.6 * wide.step_wait_s)
-    elements = 64 * MIB // 6  # slots, and in fp32 masters, gradients and two moments of what is stepped
-    assert found.phases["step"]["trainer.optimizer"] == (3 * 6 + 8 + 8) * elements
+    elements = 64 * MIB // 6  # slots, and of what is stepped masters, gradients and two moments in fp32, and weights
+    assert found.phases["step"]["trainer.optimizer"] == (3 * 6 + 8 + 8 + 2) * elements
     auto = plan(moment_dtype="bfloat16", gpu_memory_bytes=140 * GIB)
     assert auto.streamed and auto.resident_state_bytes == auto.state_bytes and not auto.step_wait_s
     assert plan(mode="lora", moment_dtype="bfloat16").state_bytes * 2 == plan(mode="lora").state_bytes

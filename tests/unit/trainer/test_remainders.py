@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.trainer.remainders import DIGEST_ELEMENTS, block_digests, join, round_at_random, split, written_blocks
+from colo.trainer.remainders import DIGEST_ELEMENTS, block_digests, join, round_stochastically, split, written_blocks
 
 SPECIAL = [0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00007FFF, 0x00008000, 0x00008001, 0x7F7FFFFF, 0xFF7FFFFF]
 SPECIAL += [0x7F800000, 0xFF800000, 0x7F7F8000, 0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001, 0x00800000]
@@ -91,7 +91,7 @@ def rounded(values, seed=0):
     """Round, over memory that has something else in it."""
     made = torch.full(values.shape, 7.0, dtype=torch.bfloat16)
     bits = torch.full(values.shape, -1, dtype=torch.int32)
-    round_at_random(values, made, bits, seed)
+    round_stochastically(values, made, bits, seed)
     return made
 
 

@@ -520,8 +520,8 @@ def test_a_parameter_that_was_never_stepped_begins_its_moments_when_colo_has_end
 
 
 def test_moments_that_a_class_begins_late_are_rounded_by_other_numbers_in_each_step(mover, monkeypatch):
-    seeds, rounds = [], planes.round_at_random
-    monkeypatch.setattr(planes, "round_at_random", lambda *told: seeds.append(told[-1]) or rounds(*told))
+    seeds, rounds = [], planes.round_stochastically
+    monkeypatch.setattr(planes, "round_stochastically", lambda *told: seeds.append(told[-1]) or rounds(*told))
     ours = Trained("plain", dtype=torch.float32, layers=1)
     ours.optimizer = torch.optim.SGD(ours.net.parameters(), lr=1e-2)
     state = in_bf16(ours, mover)
