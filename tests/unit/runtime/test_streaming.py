@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from functools import lru_cache
 
 import pytest
 import torch
@@ -186,6 +187,14 @@ def test_state_that_stays_is_saved_and_loaded_like_any(settings):
 IN_BF16 = {"moment_dtype": "bfloat16"}
 
 
+@lru_cache
+def trained_in_fp32():
+    """Bytes of the state, and weights before and after ten steps."""
+    with launch(optimizer="streamed") as rt:
+        before = {name: p.detach().clone() for name, p in rt.model.named_parameters()}
+        return rt.scheduler.segments[TRAINER_OPTIMIZER].total_bytes, before, train(rt, 10)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -200,15 +209,12 @@ IN_BF16 = {"moment_dtype": "bfloat16"}
     ids=str,
 )
 def test_moments_in_bf16_take_half_and_train(settings):
-    with launch(optimizer="streamed") as rt:
-        wide_bytes = rt.scheduler.segments[TRAINER_OPTIMIZER].total_bytes
-        before = {name: p.detach().clone() for name, p in rt.model.named_parameters()}
-        expected = train(rt, 20)
+    wide_bytes, before, expected = trained_in_fp32()
     limits = {"least": smallest_limit(), "some": smallest_limit() + wide_bytes // 4}
     if limit := settings.get("device_limit_bytes"):
         settings = settings | {"device_limit_bytes": limits[limit]}
     with launch(**IN_BF16, **settings) as rt:
-        trained = train(rt, 20)
+        trained = train(rt, 10)
         why, window = rt.report().facts["optimizer"], rt.scheduler.segments[TRAINER_OPTIMIZER]
         assert why.startswith("streamed: ") and why.endswith(", moments in bfloat16")
         assert window.total_bytes == pytest.approx(0.6 * wide_bytes, rel=0.01), "6 bytes a parameter, not 10"

@@ -386,13 +386,15 @@ def made_by(kind, make):
     return trained
 
 
-@of_planes
-@pytest.mark.parametrize("make", MOMENTS_OF.values(), ids=MOMENTS_OF)
-@pytest.mark.parametrize(("region_bytes", "resident_bytes"), [(1, 0), (9_000, 0), (MIB, 20_000), (16 * 1024, MIB)])
-def test_moments_in_bf16_are_stepped_in_fp32_and_rounded_to_a_neighbour(
-    kind, make, region_bytes, resident_bytes, mover, late
-):
-    twin, ours = made_by(kind, make), made_by(kind, make)
+WINDOWS = [(1, 0), (9_000, 0), (MIB, 20_000), (16 * 1024, MIB)]  # bytes of a range, and of what stays
+OF_EACH = [("remainders", make, WINDOWS[2]) for make in MOMENTS_OF]
+OF_ADAMW = [(kind, "adamw", window) for kind in ("plain", "remainders", "whole") for window in WINDOWS]
+
+
+@pytest.mark.parametrize(("kind", "make", "window"), sorted({*OF_EACH, *OF_ADAMW}))
+def test_moments_in_bf16_are_stepped_in_fp32_and_rounded_to_a_neighbour(kind, make, window, mover, late):
+    twin, ours = (made_by(kind, MOMENTS_OF[make]) for _ in range(2))
+    region_bytes, resident_bytes = window
     state = in_bf16(ours, mover, region_bytes=region_bytes, resident_bytes=resident_bytes)
     late(state)
     ups = []
