@@ -31,21 +31,26 @@ def backward(net, number):
         p.grad = torch.randn(p.shape, generator=generator, device=CUDA).bfloat16()
 
 
+def step_both(streamed, ours, twin, number):
+    """Step both by the same gradients, `ours` within its window; their weights are equal then."""
+    for net, optimizer in (ours, twin):
+        backward(net, number)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        if optimizer is ours[1] and number:
+            assert torch.cuda.max_memory_allocated() - before <= 2 * streamed.window.size_bytes  # kernels keep some
+    assert all(torch.equal(p, q) for p, q in zip(ours[0].parameters(), twin[0].parameters(), strict=True))
+
+
 def test_streamed_steps_are_resident_ones_within_the_window():
     mover = Mover(CUDA, host_limit_bytes=4 * GIB)
     (net, optimizer), (twin, other) = trained(), trained()
     streamed = StreamedState(optimizer, mover, region_bytes=64 * MIB)
     resident = TrainerState(other, mover)
     for number in range(20):
-        for model, stepped in ((net, optimizer), (twin, other)):
-            backward(model, number)
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            stepped.step()
-            if stepped is optimizer and number:
-                assert torch.cuda.max_memory_allocated() - before <= 2 * streamed.window.size_bytes  # kernels keep some
-        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+        step_both(streamed, (net, optimizer), (twin, other), number)
     streamed.window.begin(Residency.OFFLOADED).wait()
     assert streamed.window.device_bytes == 0
     streamed.close()
@@ -123,15 +128,7 @@ def test_moments_in_bf16_are_stepped_in_fp32_within_the_window(share):
         if number:
             twin.load_state_dict(net.state_dict())
             other.load_state_dict(deepcopy(optimizer.state_dict()))
-        for model, stepped in ((net, optimizer), (twin, other)):
-            backward(model, number)
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            stepped.step()
-            if stepped is optimizer and number:
-                assert torch.cuda.max_memory_allocated() - before <= 2 * streamed.window.size_bytes
-        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+        step_both(streamed, (net, optimizer), (twin, other), number)
         wide = other.state_dict()["state"]
         for key, state in optimizer.state_dict()["state"].items():
             for name in MOMENTS & state.keys():
