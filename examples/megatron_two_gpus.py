@@ -140,8 +140,7 @@ def main() -> None:
             if rank == 0 and (step % 10 == 0 or step == args.steps - 1):
                 print(f"step {step:3}  reward {mean:.2f}")
         if rank == 0:
-            print(rt.report())
-            print("how weights reach the engine:", rt.transport.reason)
+            print(rt.report(), f"how weights reach the engine: {rt.transport.reason}", sep="\n")
             print(f"bytes that a publication brings from other ranks: {rt.transport.bytes_to_receive}")
     distributed.destroy_process_group()
 

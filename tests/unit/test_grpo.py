@@ -605,7 +605,7 @@ def test_rewards_come_from_modules_too(place):
         (["--max_steps", "3", "4"], "Got unexpected extra argument (4)."),
         (["--overwrite_output_dir", "true", "false"], "Got unexpected extra argument (false)."),
         (["--reward_func", "scores.py:right", "scores.py:varied"], "Did you mean --reward_funcs?"),
-        (["--json", "lines.jsonl"], "--json takes no file here (lines.jsonl): lines go to standard output"),
+        (["--json", "lines.jsonl"], "--json takes no file here (lines.jsonl): it prints to standard output"),
         (["--json=lines.jsonl"], "--json takes no file here (lines.jsonl)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
