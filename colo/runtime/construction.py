@@ -196,6 +196,7 @@ def _side(
         scheduler = make_scheduler(parts, session)
         with planning:
             rollout = check_phases(scheduler)
+        session.accept()
         why += ", moments in bfloat16" * (parts.config.moment_dtype is MomentDtype.BFLOAT16)
         return TrainerSide(session=session, scheduler=scheduler, rollout=rollout, why=why)
     except BaseException:

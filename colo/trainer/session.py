@@ -296,6 +296,11 @@ class TrainerSession:
         self._backward.remove()
         self.unseen.remove()
 
+    def accept(self) -> None:
+        """Keep the state as it is held now: until then `close` returns every number that was given."""
+        if isinstance(self._state, StreamedState):
+            self._state.window.accept()
+
     def close(self, device: torch.device | None = None) -> None:
         """Return the state to ordinary memory of `device`, and the hooks with it; see `TrainerState.close`."""
         self.stop_watching()

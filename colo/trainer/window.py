@@ -35,7 +35,7 @@ from colo.phases.phase import TRAINER_OPTIMIZER, TRAINER_RESIDENT_STATE, Done, M
 from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.optimizers import REGROUPED, base_of, is_elementwise, own_step, parameters_of
 from colo.trainer.planes import Note, Planes, Range, StateSlot, Work, part_of
-from colo.trainer.remainders import DIGEST_ELEMENTS
+from colo.trainer.remainders import DIGEST_ELEMENTS, MOMENTS
 from colo.trainer.state import Stock, take_stock
 from colo.units import MIB, align_up, batches, format_bytes
 
@@ -97,6 +97,9 @@ class StateWindow:
         self._number = 0
         self._work_of: dict[int, list[Work]] = {}
         self._seed: int | None = None  # of the present step; one that is begun again keeps it
+        # rounding loses numbers, and a runtime that is refused must lose none
+        states = self.base.state.values() if moment_dtype is not torch.float32 else ()
+        self._given = [(state, name, state[name]) for state in states for name in MOMENTS & state.keys()]
         self._is_open = False
         self._region: Region | None = None
         self._slots: list[StateSlot] = []
@@ -169,6 +172,10 @@ class StateWindow:
         # nothing to wait for: opening maps memory, no state comes with it
         return Done()
 
+    def accept(self) -> None:
+        """Let go of moments as they were before they were rounded: a runtime has been planned with these."""
+        self._given = []
+
     def close(self, *, on_device: bool) -> None:
         """Give all state memory of its own: on the device where there is room for it, or in host memory, as it is."""
         # waits for copies under way: the planes must be whole before they are given away
@@ -194,6 +201,8 @@ class StateWindow:
                 left_bytes += bucket.parking.host_bytes if bucket.parking.residency is Residency.OFFLOADED else 0
             bucket.parking.hand_over()
         self._planes, self._buckets = [], []
+        for state, name, moment in self._given:
+            state[name] = moment
         if self._has_masters:
             # from here on the optimizer loads and steps its masters itself again
             self.optimizer.is_streamed = False
@@ -335,6 +344,7 @@ class StateWindow:
         numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         if any(numbers.get(id(p)) != planes.group for planes in self._planes for p in planes.parameters):
             raise Unsupported(REGROUPED)
+        self.accept()
         self._extend()
         if self.resident.residency is Residency.OFFLOADED:
             self.resident.settle()
@@ -356,6 +366,7 @@ class StateWindow:
         """Write loaded state of planes to the host, once torch has loaded the scalars."""
         self._seed = None
         self._settle()
+        self.accept()
         for planes in self._planes:
             planes.load({p: loaded[p] for p in planes.parameters if p in loaded})
         self.publish()

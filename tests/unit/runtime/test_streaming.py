@@ -7,6 +7,7 @@ from functools import lru_cache
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig
@@ -267,6 +268,30 @@ def test_moments_that_a_class_keeps_itself_are_refused_before_anything_is_hooked
     with pytest.raises(Unsupported, match=f'moment_dtype="bfloat16" is of streamed state: {why}'):
         runtimes.launch(small_qwen3(), optimizer=made, config=RuntimeConfig(**IN_BF16, kv_cache_bytes=KV_BYTES))
     assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("make", [masters, lambda params: torch.optim.AdamW(params, lr=1e-2)])
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "streamed"}, {"release_gradients": True}], ids=str)
+def test_a_share_that_is_refused_rounds_no_moment(make, settings):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_qwen3(), dtype=torch.bfloat16 if make is masters else torch.float32)
+    optimizer = make(model.parameters())
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    config = RuntimeConfig(**IN_BF16, **settings, kv_cache_bytes=KV_BYTES, device_limit_bytes=MIB)
+    with pytest.raises(BudgetError):
+        colo.share("torch", model, optimizer, config=config)
+    after = optimizer.state_dict()
+    for key, state in before["state"].items():
+        assert state.keys() == after["state"][key].keys()
+        for name, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(after["state"][key][name])), name
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
 
 
 def test_moments_that_are_not_streamed_are_not_rounded():
