@@ -2,11 +2,11 @@
 
 Each side runs in a process of its own, one after the other. A row has the most device memory that the driver saw in
 use, and by how much the most that torch's allocator took from it exceeds the most that it has given out; of colo's also
-what it counts itself in each phase, and what training has taken beside that, such as activations; seconds a step
-(median of all but the first two), from the end of one to the end of the next: TRL's own `step_time` leaves the
-optimizer's out; seconds in which weights were sent or phases changed, and the last reward. With `--card` another
-process holds the rest of the GPU, and is not counted. A side that fails, for want of memory say, has a row that says
-so. On a CPU the flag's side runs alone, with a tiny model.
+what it counts itself in each phase, what training has taken beside that, such as activations, and the host memory that
+its arena has pinned; seconds a step (median of all but the first two), from the end of one to the end of the next:
+TRL's own `step_time` leaves the optimizer's out; seconds in which weights were sent or phases changed, and the last
+reward. With `--card` another process holds the rest of the GPU, and is not counted. A side that fails, for want of
+memory say, has a row that says so. On a CPU the flag's side runs alone, with a tiny model.
 
 With `--context` completions are a fifth longer in each step, until one fails for want of memory, and `context` is the
 longest that a whole step took. Their first tokens are sampled, the others are drawn at random: every phase has what it
@@ -227,6 +227,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         "rollout_bytes": None if stock else int(history[-1]["colo/rollout_gib"] * GIB),
         "train_bytes": None if stock else int(history[-1]["colo/train_gib"] * GIB),
         "train_working_bytes": None if stock else trainer.colo.scheduler.working_bytes[Phase.TRAIN],
+        "pinned_bytes": None if stock else trainer.colo._mover.arena.pinned_bytes,
         "reward": history[-1]["reward"],
         "mismatch": history[-1].get("sampling/sampling_logp_difference/mean"),
     }
