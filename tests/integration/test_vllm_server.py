@@ -601,7 +601,7 @@ def test_a_weight_that_another_client_has_written_is_named_and_all_are_sent(chan
     name, spoil = "model.layers.0.mlp.down_proj.weight", torch.tensor([255] * 4 + [1, 0], dtype=torch.uint8)
     folder = colo.WeightsFolder(server.log.parent / "spoil")
     version = folder.write([(f"{name}:sparse", spoil)])  # its first entry becomes a NaN
-    link.call(ReloadVersion(folder=str(version), model_type=link.model_type, changes=True))
+    link.call(ReloadVersion(folder=str(version), changes=True))
     change(model, share=0.001)  # the first entry of that weight not among them
     with pytest.raises(TransferError, match=rf"{name}, one of 1 weights, does not lie in rank 0 as it is here"):
         rt.generate(prompts, **GREEDY)

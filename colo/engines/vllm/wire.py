@@ -101,7 +101,6 @@ class Record(Request):
     parameters: Sequence[Mapping[str, Any]]
     """`TensorSpec.to_wire` of each."""
 
-    model_type: str | None
     to_pid: int
 
 
@@ -161,7 +160,6 @@ class ReloadTensors(Request):
     tensors: Any
     """By name (`in_process`), or as `Exported.wire` describes them."""
 
-    model_type: str | None
     in_process: bool
 
 
@@ -171,7 +169,6 @@ class ReloadVersion(Request):
     folder: str
     """Path, or URL of a `WeightsBucket`."""
 
-    model_type: str | None
     changes: bool = False
 
 
@@ -189,8 +186,6 @@ class ListSlices(Request):
 
     parameters: Sequence[Mapping[str, Any]]
     """`TensorSpec.to_wire` of each."""
-
-    model_type: str | None
 
 
 class PlanSlices(Request):
@@ -236,7 +231,6 @@ class ReloadBroadcast(Request):
     weights: Sequence[Sequence[Any]]
     """Name, dtype and shape of each, in the order of their bytes."""
 
-    model_type: str | None
     changes: bool = False
 
 
@@ -245,8 +239,6 @@ class Land(Request):
 
     parameters: Sequence[Mapping[str, Any]]
     """`TensorSpec.to_wire` of each, contiguous."""
-
-    model_type: str | None
 
 
 class Landed(Message):

@@ -39,10 +39,6 @@ class Peer(Protocol):
         """Device that engine and trainer share."""
 
     @property
-    def model_type(self) -> str | None:
-        """`model_type` of the model's configuration."""
-
-    @property
     def pids(self) -> Sequence[int]:
         """Process of every worker, as this process or their own namespace numbers it."""
 
@@ -201,7 +197,6 @@ class IpcTransport(CopyingTransport):
         answers = self._peer.receive(
             "bind",
             tensors=[spec.to_wire() for spec in specs],
-            model_type=self._peer.model_type,
             exported=exported.wire if exported is not None else None,
         )
         fallbacks = {name: why for answer in answers for name, why in answer["fallbacks"].items()}

@@ -30,8 +30,8 @@ from colo.memory.specs import Manifest, TensorSpec
 from colo.weights.boxes import Landing, landings
 from colo.weights.transports.buffer import Piece, ReaderBuffer, keyed
 
-Record = Callable[[dict[str, torch.Tensor], str | None], LoadPlan]
-"""Records the plan of a worker's model for parameters of a model type."""
+Record = Callable[[dict[str, torch.Tensor]], LoadPlan]
+"""Records the plan of a worker's model for parameters."""
 
 
 class Receiver:
@@ -49,9 +49,7 @@ class Receiver:
         self._groups: list[_Group] = []
         self._update: _Update | None = None
 
-    def bind(
-        self, tensors: list[dict[str, Any]], model_type: str | None, exported: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def bind(self, tensors: list[dict[str, Any]], exported: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Take the description of what will be sent: each tensor as `TensorSpec.to_wire` gives it, with strides.
 
         What is `exported` (`Exported.wire`) is mapped. Returns `fallbacks` and `left_out` of the `LoadPlan`. Raises:
@@ -59,7 +57,7 @@ class Receiver:
         """
         self.release()
         specs = tuple(map(TensorSpec.from_wire, tensors))
-        plan = self._plan = self._record({spec.name: empty(spec) for spec in specs}, model_type)
+        plan = self._plan = self._record({spec.name: empty(spec) for spec in specs})
         self._manifest = Manifest(specs=specs)
         if exported and not plan.fallbacks:
             self._opened.open(exported)

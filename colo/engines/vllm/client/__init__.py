@@ -178,11 +178,6 @@ class WorkerLink(ABC):
         """The reason why some worker cannot map memory of this process on its GPU; `None` if all can, or need not."""
         return next((info.ipc_refusal for info in self.infos if info.ipc_refusal), None)
 
-    @property
-    def model_type(self) -> str | None:
-        """`model_type` of the model's configuration."""
-        return self.infos[0].model_type
-
     def gather(self, value: T) -> list[T]:
         """`value` of every rank that runs a part of this vLLM; usually it alone."""
         return [value]

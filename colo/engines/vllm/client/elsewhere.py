@@ -76,7 +76,7 @@ class WeightsElsewhere:
         if self._refusal:
             return
         parameters = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in specs.items()]
-        asked = wire.Land(parameters=[spec.to_wire() for spec in parameters], model_type=self._link.model_type)
+        asked = wire.Land(parameters=[spec.to_wire() for spec in parameters])
         landed = [wire.Landed.from_wire(answer) for answer in self._link.call(asked)]
         if refusal := next((one.refusal for one in landed if one.refusal is not None), None):
             self._refuse(refusal)
@@ -122,7 +122,7 @@ class WeightsElsewhere:
         if isinstance(self._through, WeightsFolder):
             folder = self._through.of_changes if changes else self._through
             version = folder.write(tensors)
-            link.call(wire.ReloadVersion(folder=str(version), model_type=link.model_type, changes=changes))
+            link.call(wire.ReloadVersion(folder=str(version), changes=changes))
             return
         assert broadcaster is not None
         if not broadcaster.is_whole:
@@ -131,7 +131,7 @@ class WeightsElsewhere:
         for bucket in buckets(tensors, bucket_bytes(link.device)):
             with broadcaster.sending(bucket) as sent:
                 shapes = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in sent]
-                told = wire.ReloadBroadcast(weights=shapes, model_type=link.model_type, changes=changes)
+                told = wire.ReloadBroadcast(weights=shapes, changes=changes)
                 arrived = link.call(told)
             expected = Digest.of({name: tensor.detach().contiguous() for name, tensor in sent}).sums
             for rank, sums in enumerate(arrived):
@@ -159,7 +159,7 @@ class WorkersTakeSlices:
     def taken(self, weights: Mapping[str, torch.Tensor]) -> list[list[Taken]]:
         """Ask what each worker takes of weights, given whole and without data. Raises: what vLLM's loader raises."""
         parameters = [spec_of(name, tensor).to_wire() for name, tensor in weights.items()]
-        answers = self._link.call(wire.ListSlices(parameters=parameters, model_type=self._link.model_type))
+        answers = self._link.call(wire.ListSlices(parameters=parameters))
         return [list(map(Taken.from_wire, answers))]
 
     def plan(self, words: PlanWords, first: int) -> None:

@@ -223,7 +223,7 @@ class VLLMEngine(EngineBase):
     @property
     def model_type(self) -> str | None:
         """`model_type` of the model's configuration."""
-        return self._link.model_type
+        return self._link.infos[0].model_type
 
     @property
     def vocab_size(self) -> int:

@@ -226,7 +226,7 @@ class WorkerWeights:
         if link.why_not_shared is not None:  # each worker records its own when it is to copy
             return LoadPlan.of(source, fallbacks=dict.fromkeys(source, link.why_not_shared))
         parameters = [spec_of(name, tensor).to_wire() for name, tensor in source.items()]
-        answers = link.call(wire.Record(parameters=parameters, model_type=link.model_type, to_pid=os.getpid()))
+        answers = link.call(wire.Record(parameters=parameters, to_pid=os.getpid()))
         if link.same_process:
             return cast("LoadPlan", answers[0])  # one worker a process
         copies: list[Copy] = []
@@ -265,7 +265,7 @@ class WorkerWeights:
         self, weights: Iterable[tuple[str, torch.Tensor]], specs: dict[str, torch.Tensor]
     ) -> list[dict[str, list[Part]]]:
         """See `reload`. Returns what each worker has not taken whole, and leaves in `specs` what it was given."""
-        call, model_type, elsewhere = self._link.call, self._link.model_type, self._elsewhere
+        call, elsewhere = self._link.call, self._elsewhere
         if elsewhere is not None and elsewhere.takes_changes():
             elsewhere.send_changes(weights)
             return [{}]
@@ -274,12 +274,12 @@ class WorkerWeights:
         try:
             if self._link.same_process:
                 given = {name: tensor.detach() for name, tensor in checked}
-                call(wire.ReloadTensors(tensors=given, model_type=model_type, in_process=True))
+                call(wire.ReloadTensors(tensors=given, in_process=True))
             elif elsewhere is not None:
                 elsewhere.send(checked)
             else:
                 for group in self._staging.put_groups(checked):
-                    call(wire.ReloadTensors(tensors=group, model_type=model_type, in_process=False))
+                    call(wire.ReloadTensors(tensors=group, in_process=False))
         except BaseException:
             # else layers would stay as the reload has begun them
             with suppress(ColoError):

@@ -147,7 +147,7 @@ class WorkerAgent:
 
     def _record(self, asked: wire.Record) -> dict[str, Any] | LoadPlan:
         source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, asked.parameters)}
-        plan = self._plan(source, asked.model_type)
+        plan = self._plan(source)
         if asked.to_pid == os.getpid():
             return plan
         fallbacks = dict(plan.fallbacks)
@@ -184,8 +184,8 @@ class WorkerAgent:
         except errors.Unsupported as error:
             raise errors.Unsupported(f"{cannot} ({error}): {advice}") from error
 
-    def _plan(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
-        return record(self._model, self._worker.model_config, self._device, source, model_type)
+    def _plan(self, source: dict[str, torch.Tensor]) -> LoadPlan:
+        return record(self._model, self._worker.model_config, self._device, source)
 
     def _packed(self, asked: wire.Packed) -> dict[str, PackedWeight]:
         if self._worker.model_config.quantization != BITSANDBYTES:
@@ -238,10 +238,10 @@ class WorkerAgent:
     def _reload_tensors(self, asked: wire.ReloadTensors) -> None:
         reload = check_begun(self._reload)
         if asked.in_process:
-            reload.load(asked.tensors, asked.model_type, keep=True)
+            reload.load(asked.tensors, keep=True)
             return
         self._given.open(asked.tensors)
-        reload.load(self._given.tensors, asked.model_type)
+        reload.load(self._given.tensors)
 
     def _reload_version(self, asked: wire.ReloadVersion) -> None:
         for tensors in read_version(version_at(asked.folder)):
@@ -276,7 +276,7 @@ class WorkerAgent:
     def _take(self, tensors: Mapping[str, torch.Tensor], asked: wire.ReloadVersion | wire.ReloadBroadcast) -> None:
         """Load weights that have come from elsewhere, or changes of them."""
         if not asked.changes:
-            check_begun(self._reload).load(tensors, asked.model_type, keep=True)
+            check_begun(self._reload).load(tensors, keep=True)
         else:
             on_device = {name: tensor.to(self._device) for name, tensor in tensors.items()}
             self._landed().apply(on_device)
@@ -284,7 +284,7 @@ class WorkerAgent:
     # ---- slices from a trainer's ranks -------------------------------------------------------------------------------
 
     def _list_slices(self, asked: wire.ListSlices) -> dict[str, Any]:
-        return self._slices.list_slices(parameters=asked.parameters, model_type=asked.model_type)
+        return self._slices.list_slices(parameters=asked.parameters)
 
     def _plan_slices(self, asked: wire.PlanSlices) -> None:
         self._slices.plan_slices(words=asked.words, first=asked.first)
@@ -309,7 +309,7 @@ class WorkerAgent:
         source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, asked.parameters)}
         self._target = None
         try:
-            self._target = DeltaTarget(self._plan(source, asked.model_type))
+            self._target = DeltaTarget(self._plan(source))
         except Exception as error:  # noqa: BLE001 - of a loader that copies otherwise; weights have been loaded whole
             return wire.Landed(regions=[], refusal=f"{type(error).__name__}: {error}").to_wire()
         return wire.Landed(regions=self._target.regions, refusal=None).to_wire()

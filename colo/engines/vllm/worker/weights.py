@@ -31,35 +31,31 @@ from colo.weights.sources.names import checkpoint_views
 from colo.weights.transports.remote import PlanWords, SliceTarget
 
 
-def record(
-    model: nn.Module, model_config: Any, device: torch.device, source: dict[str, torch.Tensor], model_type: str | None
-) -> LoadPlan:
-    """Record the plan of `source`, in the names of a transformers model of `model_type`; no byte is moved.
+def record(model: nn.Module, model_config: Any, device: torch.device, source: dict[str, torch.Tensor]) -> LoadPlan:
+    """Record the plan of `source`, in the names of a transformers model of this config; no byte is moved.
 
     Raises: `TransferError` when parameters do not cover the model exactly once, or its loader does not take them;
     `Unsupported` for an engine on a quantized checkpoint, or one that has packed what the trainer has whole.
     """
     if model_config.quantization == BITSANDBYTES:
-        return record_packed(model, source, model_type)
+        return record_packed(model, model_config, source)
     refuse_quantized(model_config.hf_config)
     if why := _why_not_recorded(model, model_config, device):
         return LoadPlan.of(source, fallbacks=dict.fromkeys(source, why))
-    load, as_checkpoint = _loader(model, model_type)
+    load, as_checkpoint = _loader(model, model_config)
     optional = dict(compat.loadable_buffers(model))
     destinations = compat.unpadded_parameters(model)
     plan = LoadPlan.record(load, source, destinations, optional=optional, as_checkpoint=as_checkpoint)
     return replace(plan, unused=compat.unused(model, source))
 
 
-def _loader(
-    model: nn.Module, model_type: str | None
-) -> tuple[Any, Callable[[Any], Iterable[tuple[str, torch.Tensor]]]]:
+def _loader(model: nn.Module, model_config: Any) -> tuple[Any, Callable[[Any], Iterable[tuple[str, torch.Tensor]]]]:
     """vLLM's loader, and a function that makes what it takes of weights by a transformers model's names.
 
     The loader raises `TransferError` with the weight that it has taken last.
     """
     loader: Any = model.load_weights
-    rename = compat.renamer(model)
+    rename, model_type = compat.renamer(model), getattr(model_config.hf_config, "model_type", None)
     last = "the trainer's weights"
 
     def as_checkpoint(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:
@@ -124,7 +120,7 @@ def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
     return found
 
 
-def record_packed(model: nn.Module, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
+def record_packed(model: nn.Module, model_config: Any, source: dict[str, torch.Tensor]) -> LoadPlan:
     """The plan of `source`: packed weights as they are, the others as vLLM's loader copies them.
 
     Raises: as `packed_weights`, and `Unsupported` for a weight that the engine alone has packed.
@@ -133,7 +129,7 @@ def record_packed(model: nn.Module, source: dict[str, torch.Tensor], model_type:
     plain = {name: tensor for name, tensor in source.items() if name not in packed}
     inside = _packed_parameters(model)
     destinations = {name: t for name, t in compat.unpadded_parameters(model).items() if name not in inside}
-    load, as_checkpoint = _loader(model, model_type)
+    load, as_checkpoint = _loader(model, model_config)
     plan = LoadPlan.record(load, plain, destinations, as_checkpoint=as_checkpoint)
     copies = list(plan.copies)
     for name in packed.keys() & source.keys():
@@ -176,8 +172,8 @@ class Reload:
         initialize_layerwise_reload(model)
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor], model_type: str | None, *, keep: bool = False) -> None:
-        """Load whole tensors, by the names of a transformers model of `model_type`.
+    def load(self, tensors: Mapping[str, torch.Tensor], *, keep: bool = False) -> None:
+        """Load whole tensors, by the names of a transformers model.
 
         vLLM keeps what it is given until a layer is complete: with `keep` the tensors themselves, otherwise copies.
         """
@@ -185,7 +181,7 @@ class Reload:
         given = dict(tensors) if keep else {name: tensor.clone() for name, tensor in tensors.items()}
         if not keep:
             self._synchronize()
-        load, as_checkpoint = _loader(self._model, model_type)
+        load, as_checkpoint = _loader(self._model, self._model_config)
         self._taken.expect(given)
         with self._taken:
             load(as_checkpoint(given))
@@ -291,15 +287,15 @@ class SliceSteps:
     """Steps that a trainer's ranks ask of a worker, of number `rank`, for slices; see `SliceTaker`."""
 
     def __init__(self, device: torch.device, record: Callable[..., LoadPlan], rank: int) -> None:
-        """`record` makes the plan of weights, given by name without data, and a model type."""
+        """`record` makes the plan of weights, given by name without data."""
         self._device, self._record, self._rank = device, record, rank
         self._target: SliceTarget | None = None
 
-    def list_slices(self, *, parameters: Sequence[Mapping[str, Any]], model_type: str | None = None) -> dict[str, Any]:
+    def list_slices(self, *, parameters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Record which parts of weights this worker takes; a `Taken`."""
         self.release()
         source = {spec.name: empty(spec) for spec in map(TensorSpec.from_wire, parameters)}
-        self._target = SliceTarget(self._record(source, model_type), self._device)
+        self._target = SliceTarget(self._record(source), self._device)
         return self._target.taken.to_wire()
 
     def plan_slices(self, *, words: Mapping[str, Any], first: int) -> None:
@@ -431,6 +427,5 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
             raise TransferError(error_in_words(error)) from error
         self._has_taken = asked.step == "take_slices" or (has_taken and asked.step == "sum_slices")
 
-    def _record(self, source: dict[str, torch.Tensor], model_type: str | None) -> LoadPlan:
-        kind = model_type or getattr(self.model_config.hf_config, "model_type", None)
-        return record(self.model, self.model_config, self.device, source, kind)
+    def _record(self, source: dict[str, torch.Tensor]) -> LoadPlan:
+        return record(self.model, self.model_config, self.device, source)

@@ -33,7 +33,6 @@ class Engine:
     """Takes `q` and `k` one below the other. `pids` are those of its workers, for one in another process."""
 
     device = CPU
-    model_type = None
     ipc_refusal = None
     segments = ()
 
@@ -47,7 +46,7 @@ class Engine:
         self._transposed = transposed
         if pids is not None:
             self.pids, self.same_process = pids, same_process
-            self.receiver = Receiver(CPU, lambda source, model_type: self.record_plan(source))
+            self.receiver = Receiver(CPU, self.record_plan)
             self.receive, self.receive_all = self._receive, self._receive_all
 
     def load_weights(self, weights):

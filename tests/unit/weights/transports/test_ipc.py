@@ -75,7 +75,6 @@ class Workers:
     """As many workers as one, reached by calls; `take` changes how groups are taken."""
 
     device = CPU
-    model_type = None
     pids = (0,)
     ipc_refusal = None
 
@@ -90,7 +89,7 @@ class Workers:
             lambda index: Receiver._copy(self.receiver, index, verify=verify), index
         )
 
-    def _record(self, source, model_type):
+    def _record(self, source):
         destinations = {n: t for n, t in self.engine.memory.items() if t.numel()}
         return LoadPlan.record(self.engine.load_weights, source, destinations)
 
@@ -505,7 +504,7 @@ def test_a_sender_that_fails_on_its_way_lets_the_workers_go(model, workers):
 def test_nothing_is_copied_before_memory_was_described(model, workers):
     transport = connect(model, workers, **SMALL)
     specs = transport._manifest_of(dict(model.named_parameters())).specs
-    workers.receiver.bind([spec.to_wire() | {"strides": None} for spec in specs], None)
+    workers.receiver.bind([spec.to_wire() | {"strides": None} for spec in specs])
     with pytest.raises(TransferError, match="no memory of the sender is mapped"):
         workers.receiver.copy(verify=True)
 

@@ -35,7 +35,6 @@ def weights_of(descriptions, *, device="cpu", is_own=False):
         why_not_shared=None,
         through=None,
         is_own=is_own,
-        model_type=None,
         call=lambda request: [answer],
     )
     return WorkerWeights(link, store=None, staging=None)

@@ -81,7 +81,7 @@ def test_what_is_no_operation_is_not_run(ask, operation):
         ("begin", {"segment": 3, "target": "resident"}, "what arrived is no Begin: segment is 3"),
         ("wait", {"segment": "engine.weights", "target": "resident"}, "no Wait: .* unexpected keyword argument"),
         ("receive", {"steps": [["begin", {}]]}, "no Receive: steps is"),
-        ("record", {"parameters": {}, "model_type": None, "to_pid": 1}, "no Record: parameters is {}"),
+        ("record", {"parameters": {}, "to_pid": 1}, "no Record: parameters is {}"),
         ("set_adapter", {"number": True, "tensors": None}, "no SetAdapter: number is True"),
         ("set_adapter", {"number": 1, "tensors": None, "scalings": {"q": "2"}}, "no SetAdapter: scalings is"),
         ("describe", {"same_process": "no"}, "no Describe: same_process is 'no'"),

@@ -21,6 +21,7 @@ weights = pytest.importorskip("colo.engines.vllm.worker.weights")
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 SHAPES = {"q_proj": (8, 4), "k_proj": (4, 4), "v_proj": (4, 4)}
+CONFIG = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3"))
 
 
 class PackedParameter(nn.Parameter):
@@ -77,7 +78,7 @@ def test_parts_of_a_fused_parameter_have_the_names_of_their_layers(engine):
 def test_all_of_it_can_be_shared_once_a_trainer_has_it_packed_too(engine):
     found = weights.packed_weights(engine)
     source = {name: weight.data for name, weight in found.items()} | {"norm.weight": torch.empty(4, device="meta")}
-    plan = weights.record_packed(engine, source, None)
+    plan = weights.record_packed(engine, CONFIG, source)
     assert plan.aliases.keys() == source.keys() and not plan.fallbacks
     assert plan.aliases["attn.k_proj.weight"].data_ptr() == found["attn.k_proj.weight"].data.data_ptr()
     assert plan.aliases["norm.weight"].data_ptr() == engine.norm.weight.data_ptr()
@@ -87,7 +88,7 @@ def test_a_trainer_with_16_bits_is_refused_by_an_engine_that_has_packed_them(eng
     source = {f"attn.{name}.weight": torch.empty(shape, device="meta") for name, shape in SHAPES.items()}
     source |= {"attn.o_proj.weight": torch.empty(4, 8, device="meta"), "norm.weight": torch.empty(4, device="meta")}
     with pytest.raises(Unsupported, match=r"has packed attn\.\w+\.weight \(bitsandbytes\), and the trainer has it in"):
-        weights.record_packed(engine, source, None)
+        weights.record_packed(engine, CONFIG, source)
 
 
 @pytest.mark.parametrize("error", [AssertionError("of 5"), ValueError("of 5"), RuntimeError("of 5"), KeyError("of 5")])
@@ -101,16 +102,16 @@ def test_a_weight_that_vllms_loader_does_not_take_is_named_with_its_shape(engine
     source = {name: torch.empty(4, 2, device="meta") for name in ("norm.weight", "more.weight", "last.weight")}
     words = rf"does not take more.weight \(4, 2\): the engine was started on .*\({type(error).__name__}: '?of 5'?\)$"
     with pytest.raises(TransferError, match=words):
-        weights.record_packed(engine, source, None)
+        weights.record_packed(engine, CONFIG, source)
 
 
 def test_a_loader_that_looks_at_values_or_lacks_memory_is_not_taken_for_another_models(engine, monkeypatch):
     source = {"norm.weight": torch.empty(4, device="meta")}
     monkeypatch.setattr(engine, "load_weights", lambda given: [tensor.sum().item() for _, tensor in given])
-    assert "looks at values" in weights.record_packed(engine, source, None).fallbacks["norm.weight"]
+    assert "looks at values" in weights.record_packed(engine, CONFIG, source).fallbacks["norm.weight"]
     monkeypatch.setattr(engine, "load_weights", Mock(side_effect=torch.OutOfMemoryError("none left")))
     with pytest.raises(torch.OutOfMemoryError, match="none left"):
-        weights.record_packed(engine, source, None)
+        weights.record_packed(engine, CONFIG, source)
 
 
 def test_what_is_packed_in_another_way_is_refused_by_name(engine):
