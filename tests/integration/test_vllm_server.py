@@ -25,13 +25,9 @@ from colo.engines.vllm.client.elsewhere import WorkersTakeSlices
 from colo.engines.vllm.wire import (
     BeginChanges,
     BeginReload,
-    BeginSlices,
-    MeetForSlices,
-    PlanSlices,
     ReloadBroadcast,
     ReloadVersion,
-    SumSlices,
-    TakeSlices,
+    SliceStep,
 )
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import spec_of
@@ -483,12 +479,12 @@ def test_a_slice_that_is_spoilt_on_its_way_is_named_and_the_next_ones_arrive(thr
 
 
 @contextmanager
-def failing(rt, kind, monkeypatch):
-    """A block in which requests of a kind fail before they reach the server."""
+def failing(rt, kind, monkeypatch, *, step=None):
+    """A block in which requests of a kind, or for one step, fail before they reach the server."""
     call = rt.engine._link.call
 
     def fail(request):
-        if isinstance(request, kind):
+        if isinstance(request, kind) and getattr(request, "step", None) == step:
             raise TransferError("out of luck")
         return call(request)
 
@@ -498,7 +494,7 @@ def failing(rt, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("through_a_group", ["slices"], indirect=True)
-@pytest.mark.parametrize("step", [PlanSlices, MeetForSlices, BeginSlices, TakeSlices, SumSlices])
+@pytest.mark.parametrize("step", ["plan_slices", "meet_for_slices", "begin_slices", "take_slices", "sum_slices"])
 def test_whatever_step_of_slices_fails_the_next_publication_goes_through(
     through_a_group, prompts, mismatch, monkeypatch, step
 ):
@@ -506,7 +502,7 @@ def test_whatever_step_of_slices_fails_the_next_publication_goes_through(
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE
     train_step(rt)
     rt.transport.reconnect()  # so that all of them are taken
-    with failing(rt, step, monkeypatch), pytest.raises(TransferError, match="out of luck"):
+    with failing(rt, SliceStep, monkeypatch, step=step), pytest.raises(TransferError, match="out of luck"):
         rt.generate(prompts, **GREEDY)
     assert rt.engine.weights_version is None
     assert mismatch(rt.model, rt.generate(prompts, **GREEDY)) < CLOSE

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -27,12 +27,12 @@ import torch
 from torch import nn
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
+from colo.engines.vllm.client.elsewhere import AsksForSlices
 from colo.engines.vllm.wire import COLO
 from colo.errors import TransferError, Unsupported
-from colo.memory.share import spec_of
-from colo.weights.meeting import Meeting, meet_at
+from colo.weights.meeting import meet_at
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.remote import NoEngine, PlanWords, RemoteSlices, SliceTaker, Taken
+from colo.weights.transports.remote import NoEngine, RemoteSlices, SliceTaker
 
 
 @dataclass
@@ -116,55 +116,32 @@ class ColoTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
                 self.client.init_weight_transfer_engine({"step": "release"})
 
 
-class _FourCalls:
+_ANSWERED = ("list_slices", "sum_slices")
+_OF_AN_UPDATE = ("begin_slices", "take_slices", "sum_slices")
+
+
+class _FourCalls(AsksForSlices):
     """A `SliceTaker` by vLLM's four calls, with a store through which workers answer."""
 
-    members = None
-
     def __init__(self, client: Any, info: ColoTrainerInitInfo) -> None:
-        self.address, self.deadline_s = info.address, info.deadline_s
+        super().__init__(info.address, info.deadline_s)
         self._client, self._num_workers = client, info.num_workers
         self._meeting, self._store = meet_at(info.address, torch.device("cpu"), 1 + info.num_workers, info.deadline_s)
         self._count = 0  # of questions
 
-    def taken(self, weights: Mapping[str, torch.Tensor]) -> list[list[Taken]]:
-        """Ask what each worker takes of weights, given whole and without data."""
-        parameters = [spec_of(name, tensor).to_wire() for name, tensor in weights.items()]
-        return [list(map(Taken.from_wire, self._asked(self._init, "list_slices", parameters=parameters)))]
-
-    def plan(self, words: PlanWords, first: int) -> None:
-        """Plan in each worker, whose numbers in the plan begin with `first`."""
-        self._init("plan_slices", words=words.to_wire(), first=first)
-
-    def meet(self, meeting: Meeting, first: int, deadline_s: float) -> None:
-        """Join a group in each worker, whose places there begin with `first`."""
-        self._init("meet_for_slices", meeting=asdict(meeting), first=first, deadline_s=deadline_s)
-
-    def begin(self) -> None:
-        """Begin in each worker. Raises: vLLM's error for one without a plan."""
-        self._update("begin_slices")
-
-    def take(self) -> None:
-        """Receive everything that is planned."""
-        self._update("take_slices")
-
-    def sums(self) -> list[list[int]]:
-        """Digests of what lies in each worker, in the order of the plan."""
-        return self._asked(self._update, "sum_slices")
-
-    def _init(self, step: str, **arguments: Any) -> None:
-        with _in_words(step):
-            self._client.init_weight_transfer_engine({"step": step, "arguments": arguments})
-
-    def _update(self, step: str, **arguments: Any) -> None:
-        with _in_words(step):
-            self._client.update_weights({"step": step, "arguments": arguments})
-
-    def _asked(self, call: Any, step: str, **arguments: Any) -> list[Any]:
-        """Make a call that each worker answers in the store."""
+    def _run(self, step: str, **arguments: Any) -> list[Any]:
         self._count += 1
         key = f"answer-{self._count}"
-        call(step, **arguments, answer={"meeting": asdict(self._meeting), "key": key})
+        if step in _ANSWERED:
+            arguments["answer"] = {"meeting": asdict(self._meeting), "key": key}
+        is_update = step in _OF_AN_UPDATE
+        with _in_words(step):
+            call = self._client.update_weights if is_update else self._client.init_weight_transfer_engine
+            call({"step": step, "arguments": arguments})
+        return self._answers(step, key) if step in _ANSWERED else []
+
+    def _answers(self, step: str, key: str) -> list[Any]:
+        """Read what each worker has left in the store."""
         keys = [f"{key}-{number}" for number in range(self._num_workers)]
         try:
             answers = [json.loads(self._store.get(one)) for one in keys]

@@ -181,45 +181,13 @@ class JoinGroup(Request):
     deadline_s: float
 
 
-class ListSlices(Request):
-    """Record which parts of weights the worker takes; the answer is a `Taken` of colo/weights/transports/remote.py."""
+class SliceStep(Request):
+    """Run a step of `SliceSteps` (colo/engines/vllm/worker/weights.py): slices come from the trainer's ranks."""
 
-    parameters: Sequence[Mapping[str, Any]]
-    """`TensorSpec.to_wire` of each."""
+    step: str
+    """Its name, such as `take_slices`."""
 
-
-class PlanSlices(Request):
-    """Plan what comes from the trainer's ranks."""
-
-    words: Mapping[str, Any]
-    """A `PlanWords` of colo/weights/transports/remote.py."""
-
-    first: int
-    """Number of the first worker in the plan."""
-
-
-class MeetForSlices(Request):
-    """Join a process group with the trainer's ranks, in place of one before."""
-
-    meeting: Mapping[str, Any]
-    """Fields of a `Meeting`."""
-
-    first: int
-    """Place of the first worker in the group."""
-
-    deadline_s: float
-
-
-class BeginSlices(Request):
-    """Make sure that a worker has a plan and a group for slices, which are about to come."""
-
-
-class TakeSlices(Request):
-    """Receive all slices into the weights, by the plan."""
-
-
-class SumSlices(Request):
-    """Digest what lies where slices have come; the answer has a number for each, in the plan's order."""
+    arguments: Mapping[str, Any]
 
 
 class ReloadBroadcast(Request):

@@ -8,8 +8,10 @@ copy, slices come to the workers over a process group instead (`colo.weights.tra
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -146,39 +148,58 @@ class WeightsElsewhere:
             yield name, tensor
 
 
-class WorkersTakeSlices:
-    """A `SliceTaker`: workers of a link, which are asked for each step."""
+class AsksForSlices(ABC):
+    """A `SliceTaker` of vLLM's workers, which are asked for the steps of `SliceSteps`."""
 
-    def __init__(self, link: WorkerLink, address: str, poison: Callable[[], None]) -> None:
-        """`address` is this machine's, as the workers reach it; `poison` is called before the first byte comes."""
-        self.address = address
-        self.deadline_s = link.deadline_s
-        self.members = link.client
-        self._link, self._poison = link, poison
+    members: Hashable = None
+
+    def __init__(self, address: str, deadline_s: float) -> None:
+        """`address` is this machine's, as the workers reach it."""
+        self.address, self.deadline_s = address, deadline_s
+
+    @abstractmethod
+    def _run(self, step: str, **arguments: Any) -> list[Any]:
+        """Run a step in every worker; the answer of each to `list_slices` and `sum_slices`. Raises: what it raises."""
 
     def taken(self, weights: Mapping[str, torch.Tensor]) -> list[list[Taken]]:
         """Ask what each worker takes of weights, given whole and without data. Raises: what vLLM's loader raises."""
         parameters = [spec_of(name, tensor).to_wire() for name, tensor in weights.items()]
-        answers = self._link.call(wire.ListSlices(parameters=parameters))
-        return [list(map(Taken.from_wire, answers))]
+        return [list(map(Taken.from_wire, self._run("list_slices", parameters=parameters)))]
 
     def plan(self, words: PlanWords, first: int) -> None:
         """Plan in each worker, whose numbers in the plan begin with `first`."""
-        self._link.call(wire.PlanSlices(words=words.to_wire(), first=first))
+        self._run("plan_slices", words=words.to_wire(), first=first)
 
     def meet(self, meeting: Meeting, first: int, deadline_s: float) -> None:
         """Join a group in each worker, whose places there begin with `first`."""
-        self._link.call(wire.MeetForSlices(meeting=asdict(meeting), first=first, deadline_s=deadline_s))
+        self._run("meet_for_slices", meeting=asdict(meeting), first=first, deadline_s=deadline_s)
 
     def begin(self) -> None:
-        """Poison the engine: slices are about to come. Raises: `TransferError` for workers without a plan."""
-        self._link.call(wire.BeginSlices())
-        self._poison()
+        """Make sure that each worker has a plan and a group. Raises: `TransferError` for one without."""
+        self._run("begin_slices")
 
     def take(self) -> None:
         """Receive everything that is planned; returns when it lies in the workers' memory."""
-        self._link.call(wire.TakeSlices())
+        self._run("take_slices")
 
     def sums(self) -> list[list[int]]:
         """Digests of what lies in each worker, in the order of the plan."""
-        return self._link.call(wire.SumSlices())
+        return self._run("sum_slices")
+
+
+class WorkersTakeSlices(AsksForSlices):
+    """A `SliceTaker`: workers of a link."""
+
+    def __init__(self, link: WorkerLink, address: str, poison: Callable[[], None]) -> None:
+        """`poison` is called before the first byte comes."""
+        super().__init__(address, link.deadline_s)
+        self.members = link.client
+        self._link, self._poison = link, poison
+
+    def _run(self, step: str, **arguments: Any) -> list[Any]:
+        return self._link.call(wire.SliceStep(step=step, arguments=arguments))
+
+    def begin(self) -> None:
+        """Poison the engine: slices are about to come. Raises: `TransferError` for workers without a plan."""
+        super().begin()
+        self._poison()

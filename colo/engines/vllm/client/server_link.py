@@ -39,7 +39,7 @@ from colo.engines.sampling import check_taken, completion_seed
 from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
 from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.processes import lives, pid_namespace
-from colo.engines.vllm.wire import COLO, WORKER_EXTENSION, AdapterNumbers, Request, TakeSlices, WorkerInfo
+from colo.engines.vllm.wire import COLO, WORKER_EXTENSION, AdapterNumbers, Request, SliceStep, WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
 from colo.memory.probe import device_id, device_of
 from colo.memory.share import SharedMemory
@@ -146,7 +146,7 @@ class ServerLink(WorkerLink):
         """Run an operation in every worker: the answer of each, or its `WorkerError`."""
         body = {"method": "colo", "args": [self.envelope(request)]}
         # however long the weights take: ranks that send them wait for one another no longer than the deadline
-        is_long = isinstance(request, TakeSlices)
+        is_long = isinstance(request, SliceStep) and request.step == "take_slices"
         return answers_of(self._ask("POST", "/collective_rpc", body, patient=is_long)["results"], self.status)
 
     def sampling_params(self, params: Any, options: Mapping[str, Any]) -> SamplingParams:

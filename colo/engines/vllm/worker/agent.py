@@ -283,25 +283,12 @@ class WorkerAgent:
 
     # ---- slices from a trainer's ranks -------------------------------------------------------------------------------
 
-    def _list_slices(self, asked: wire.ListSlices) -> dict[str, Any]:
-        return self._slices.list_slices(parameters=asked.parameters)
-
-    def _plan_slices(self, asked: wire.PlanSlices) -> None:
-        self._slices.plan_slices(words=asked.words, first=asked.first)
-
-    def _meet_for_slices(self, asked: wire.MeetForSlices) -> None:
-        self._slices.meet_for_slices(meeting=asked.meeting, first=asked.first, deadline_s=asked.deadline_s)
-
-    def _begin_slices(self, asked: wire.BeginSlices) -> None:
-        self._slices.begin_slices()
-        self._abandon_reload()
-        self._holds(None)
-
-    def _take_slices(self, asked: wire.TakeSlices) -> None:
-        self._slices.take_slices()
-
-    def _sum_slices(self, asked: wire.SumSlices) -> list[int]:
-        return self._slices.sum_slices()
+    def _slice_step(self, asked: wire.SliceStep) -> Any:
+        answer = self._slices.run(asked.step, asked.arguments)
+        if asked.step == "begin_slices":
+            self._abandon_reload()
+            self._holds(None)
+        return answer
 
     # ---- changes of weights ------------------------------------------------------------------------------------------
 

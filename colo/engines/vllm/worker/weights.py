@@ -291,6 +291,12 @@ class SliceSteps:
         self._device, self._record, self._rank = device, record, rank
         self._target: SliceTarget | None = None
 
+    def run(self, step: str, arguments: Mapping[str, Any]) -> Any:
+        """Run a step by its name. Raises: `TransferError` for another name, and what the step raises."""
+        if step not in (known := (*_INIT_STEPS, *_TAKING_STEPS)):
+            raise TransferError(f"{step!r} is no step of slices, which have {', '.join(known)}")
+        return getattr(self, step)(**arguments)
+
     def list_slices(self, *, parameters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Record which parts of weights this worker takes; a `Taken`."""
         self.release()
@@ -338,7 +344,8 @@ class SliceSteps:
 # step that fails ends the update. `colo.connect` does without all this.
 
 _INIT_STEPS = ("list_slices", "plan_slices", "meet_for_slices", "release")
-_UPDATE_STEPS = ("begin_slices", "take_slices", "sum_slices", "accept_slices", "abandon_slices")
+_TAKING_STEPS = ("begin_slices", "take_slices", "sum_slices")
+_UPDATE_STEPS = (*_TAKING_STEPS, "accept_slices", "abandon_slices")
 _ANSWER_S = 60.0
 
 
@@ -417,7 +424,7 @@ class ColoWeightTransferEngine(Base):  # type: ignore[misc]  # as above
         try:
             arguments = dict(asked.arguments)
             answer = arguments.pop("answer", None)
-            value = getattr(self._slices, asked.step)(**arguments)
+            value = self._slices.run(asked.step, arguments)
             if answer is not None:
                 where = store_of(Meeting(**answer["meeting"]), _ANSWER_S)
                 where.set(f"{answer['key']}-{self._number}", json.dumps(value))
