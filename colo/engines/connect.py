@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -63,9 +64,14 @@ def connect(
         from colo.engines.lmdeploy.engine import LMDeployEngine
 
         return LMDeployEngine(url, found, checkpoint=model_name, **common)
-    from colo.engines.vllm.client.server_link import connect as connect_vllm
+    from colo.engines.vllm.client.engine import VLLMEngine
+    from colo.engines.vllm.client.server_link import ServerLink
 
-    return connect_vllm(url, model_name=model_name, device=found, through=through, **common)
+    return VLLMEngine.over(
+        partial(ServerLink, url, found, model_name=model_name, through=through, **common),
+        found,
+        when_lost="close this runtime, start the server again if it has ended, and connect again",
+    )
 
 
 _TOLD_BY = {"sglang": ("/model_info", "weight_version"), "lmdeploy": ("/update_weights_from_ipc", "sleeping_tags")}

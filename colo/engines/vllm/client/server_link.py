@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,14 +33,13 @@ from safetensors.torch import save_file
 from colo.engine import Completion, SamplingParams
 from colo.engines.base import EngineStatus
 from colo.engines.elsewhere import Broadcast, Broadcaster, WeightsFolder
-from colo.engines.http import DEADLINE_S, Body, HttpClient, Refused, Silent, asking, base_url
+from colo.engines.http import Body, HttpClient, Refused, Silent, asking
 from colo.engines.sampling import check_taken, completion_seed
 from colo.engines.vllm.client import NamedAdapter, PauseMode, WorkerLink, answers_of, check_numbers
-from colo.engines.vllm.client.engine import VLLMEngine
 from colo.engines.vllm.processes import lives, pid_namespace
 from colo.engines.vllm.wire import COLO, WORKER_EXTENSION, AdapterNumbers, Request, SliceStep, WorkerInfo
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
-from colo.memory.probe import device_id, device_of
+from colo.memory.probe import device_id
 from colo.memory.share import SharedMemory
 from colo.weights.mismatch import not_numbers
 
@@ -56,40 +54,6 @@ _MAX_REQUESTS = 32
 
 _NO_JSON = "Out of range float values are not JSON compliant"
 """Words of Python's `json`, and so of a server, about log-probabilities that are not numbers."""
-
-
-def connect(
-    url: str,
-    *,
-    model_name: str | None = None,
-    device: torch.device | str | None = None,
-    deadline_s: float = DEADLINE_S,
-    api_key: str | None = None,
-    http: httpx.AsyncBaseTransport | None = None,
-    through: WeightsFolder | Broadcast | None = None,
-) -> VLLMEngine:
-    """A vLLM server of yours as an engine for `colo.share`, on the same machine and device as the trainer.
-
-    `model_name` is the name it serves, by default the first one; `http` replaces the network; `through` is for a server
-    elsewhere. The server stays yours: closing leaves it awake, and its other clients may generate while weights change.
-    The engine starts poisoned, and awake unless the server is paused. Raises: `EngineLost` when nothing answers;
-    `Unsupported`, with the flags to start it with, for a server that cannot take weights from here; `PhaseError` for
-    one that is asleep.
-    """
-    found = device_of(device)
-    link = partial(
-        ServerLink,
-        base_url(url),
-        found,
-        model_name=model_name,
-        deadline_s=deadline_s,
-        api_key=api_key,
-        http=http,
-        through=through,
-    )
-    return VLLMEngine.over(
-        link, found, when_lost="close this runtime, start the server again if it has ended, and connect again"
-    )
 
 
 class ServerLink(WorkerLink):

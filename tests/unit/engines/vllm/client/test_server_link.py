@@ -14,8 +14,8 @@ import torch
 
 import colo
 from colo.engine import Engine, EngineState, SamplingParams
+from colo.engines.connect import connect as colo_connect
 from colo.engines.http import base_url
-from colo.engines.vllm.client.server_link import connect as colo_connect
 from colo.errors import BudgetError, EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.memory.share import open_shared_memory
 from colo.phases.phase import Residency
