@@ -34,7 +34,7 @@ from colo.assembly.launch import check_config, refuse_adapted_head, revision_of,
 from colo.engines.text import check_prompts, encode_prompts, positions_of
 from colo.errors import Unsupported
 from colo.memory.uninterrupted import uninterrupted
-from colo.rl.rewards import RewardFunction, await_reward, call_reward, named_rewards
+from colo.rl.rewards import RewardFunction, await_reward, bound, call_reward, named_rewards
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 from colo.trl.checks import check_args, check_columns, is_awaited
 from colo.trl.flag import FOLDED
@@ -534,9 +534,10 @@ def _name_of(function: RewardFunction, given: str) -> str:
 def _called_with_what_it_takes(name: str, function: RewardFunction) -> RewardFunction:
     """A function for TRL, which gives all columns to each and takes any value; errors name reward, step and line."""
 
-    def given(columns: Mapping[str, Any]) -> dict[str, Any]:
+    def asked(columns: Mapping[str, Any]) -> dict[str, Any]:
         step = getattr(columns.get("trainer_state"), "global_step", 0) + 1
-        return {"columns": columns, "step": step, "allow_none": True}
+        call = bound(function, columns)
+        return {"call": call, "expected": len(columns["completions"]), "step": step, "allow_none": True}
 
     def or_none(values: list[float]) -> list[float | None]:
         return [None if math.isnan(value) else value for value in values]
@@ -544,16 +545,15 @@ def _called_with_what_it_takes(name: str, function: RewardFunction) -> RewardFun
     if is_awaited(function):
 
         @functools.wraps(function)
-        async def call_and_await(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-            more = given(columns)
-            return or_none(await await_reward(name, function, prompts=prompts, completions=completions, **more))
+        async def call_and_await(**columns: Any) -> list[float | None]:
+            return or_none(await await_reward(name, **asked(columns)))
 
         call_and_await.__name__ = name  # by which TRL logs it
         return call_and_await
 
     @functools.wraps(function)
-    def call(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-        return or_none(call_reward(name, function, prompts=prompts, completions=completions, **given(columns)))
+    def call(**columns: Any) -> list[float | None]:
+        return or_none(call_reward(name, **asked(columns)))
 
     call.__name__ = name
     return call

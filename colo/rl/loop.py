@@ -33,11 +33,11 @@ from colo.rl.logprob import model_logprobs
 from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_loss
 from colo.rl.rewards import (
     RewardFunction,
+    bound,
     call_reward,
     check_columns,
     check_rewards,
     check_weights,
-    checked_call,
     named_rewards,
 )
 from colo.units import format_bytes
@@ -368,14 +368,15 @@ class _Scorer:
         if self._single is not None:
             (name,) = self._functions
             score = partial(_one_by_one, self._single, completions, of)
-            return {name: checked_call(name, score, len(completions), step=step)}
-        columns: dict[str, list[Any]] = {"completion_ids": [list(completion.token_ids) for completion in completions]}
+            return {name: call_reward(name, score, len(completions), step=step)}
+        given: dict[str, list[Any]] = {"completion_ids": [list(completion.token_ids) for completion in completions]}
         for column in dict.fromkeys(name for problem in problems for name in _columns(problem)):
-            columns[column] = [p.columns.get(column, p.answer if column == "answer" else None) for p in of]
+            given[column] = [p.columns.get(column, p.answer if column == "answer" else None) for p in of]
         prompts = [problem.prompt for problem in of]
         replies = [_reply(problem, completion) for problem, completion in zip(of, completions, strict=True)]
+        given = {"prompts": prompts, "completions": replies} | given
         return {
-            name: call_reward(name, function, prompts=prompts, completions=replies, columns=columns, step=step)
+            name: call_reward(name, bound(function, given), len(replies), step=step)
             for name, function in self._functions.items()
         }
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from traceback import extract_tb
@@ -72,52 +73,29 @@ def check_columns(name: str, function: RewardFunction, columns: Iterable[str]) -
         )
 
 
-def call_reward(
-    name: str,
-    function: RewardFunction,
-    *,
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    columns: Mapping[str, Sequence[Any]],
-    step: int | None = None,
-    allow_none: bool = False,
-) -> list[float]:
-    """One number for each completion. Raises: `ValueError` as `check_rewards`, and where the function raises."""
-    given = _taken(function, {"prompts": prompts, "completions": completions, **columns})
-    return checked_call(name, lambda: function(**given), len(completions), step=step, allow_none=allow_none)
-
-
-async def await_reward(
-    name: str,
-    function: RewardFunction,
-    *,
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    columns: Mapping[str, Sequence[Any]],
-    step: int | None = None,
-    allow_none: bool = False,
-) -> list[float]:
-    """`call_reward` of a function that is awaited."""
-    given = _taken(function, {"prompts": prompts, "completions": completions, **columns})
-    with _named(name, step):
-        values = await function(**given)
-    return check_rewards(name, values, len(completions), step=step, allow_none=allow_none)
-
-
-def _taken(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
-    """The part of `given` that a function takes."""
+def bound(function: RewardFunction, given: Mapping[str, Any]) -> Callable[[], Any]:
+    """`function` with what it takes of `given`: prompts, completions and columns, by name."""
     parameters = _parameters(function)
-    if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return given
-    return {p.name: given[p.name] for p in parameters if p.name in given}
+    if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        given = {p.name: given[p.name] for p in parameters if p.name in given}
+    return partial(function, **given)
 
 
-def checked_call(
+def call_reward(
     name: str, call: Callable[[], Any], expected: int, *, step: int | None = None, allow_none: bool = False
 ) -> list[float]:
     """The rewards that `call` returns. Raises: `ValueError` as `check_rewards`, and where it raises: at which line."""
     with _named(name, step):
         values = call()
+    return check_rewards(name, values, expected, step=step, allow_none=allow_none)
+
+
+async def await_reward(
+    name: str, call: Callable[[], Any], expected: int, *, step: int | None = None, allow_none: bool = False
+) -> list[float]:
+    """`call_reward` of a function that is awaited."""
+    with _named(name, step):
+        values = await call()
     return check_rewards(name, values, expected, step=step, allow_none=allow_none)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from colo.rl.rewards import await_reward, call_reward, check_columns, check_rewards, check_weights, named_rewards
+from colo.rl.rewards import await_reward, bound, call_reward, check_columns, check_rewards, check_weights, named_rewards
 
 
 def short(prompts, completions, **columns):
@@ -85,12 +85,12 @@ def test_a_function_gets_what_it_names_and_one_with_two_stars_everything():
         return [1] * 2
 
     columns = {"solution": [3, 4], "other": [5, 6]}
-    call = partial(call_reward, prompts=["p", "q"], completions=["a", "b"], columns=columns)
-    assert call("narrow", narrow) == [1.0, 1.0]
+    given = {"prompts": ["p", "q"], "completions": ["a", "b"], **columns}
+    assert call_reward("narrow", bound(narrow, given), 2) == [1.0, 1.0]
     assert seen == {"completions": ["a", "b"], "solution": [3, 4], "level": 5}
     seen.clear()
-    call("wide", wide)
-    assert seen == {"prompts": ["p", "q"], "completions": ["a", "b"], **columns}
+    call_reward("wide", bound(wide, given), 2)
+    assert seen == given
 
 
 def test_what_fails_is_named_with_its_line_or_without_one_that_is_not_its_own():
@@ -101,16 +101,16 @@ def test_what_fails_is_named_with_its_line_or_without_one_that_is_not_its_own():
         await asyncio.sleep(0)
         raise KeyError("x")
 
-    given = {"prompts": ["p"], "completions": ["a"], "columns": {"level": [1]}, "step": 1}
+    given = {"prompts": ["p"], "completions": ["a"], "level": [1]}
     words = r"reward 'f' raised KeyError at step 1: 'x' \(test_rewards.py, line \d+\)\. Mend it"
     with pytest.raises(ValueError, match=words):
-        call_reward("f", fails, **given)
+        call_reward("f", bound(fails, given), 1, step=1)
     with pytest.raises(ValueError, match=words):
-        asyncio.run(await_reward("f", fails_later, **given))
+        asyncio.run(await_reward("f", bound(fails_later, given), 1, step=1))
     with pytest.raises(
         ValueError, match=r"reward 'f' raised TypeError at step 1: .* takes no keyword arguments\. Mend"
     ):
-        call_reward("f", os.getcwd, **given)
+        call_reward("f", bound(os.getcwd, given), 1, step=1)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
