@@ -26,7 +26,7 @@ WEIGHTS_AT: Mapping[SleepLevel, Residency] = {
 TAGS = {"weights": ENGINE_WEIGHTS, "kv_cache": ENGINE_KV_CACHE}
 """vLLM's names of what sleeps, in the order of waking, and the segments'."""
 
-_DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
+DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
 
 
 class EngineBase:
@@ -204,7 +204,7 @@ class EngineBase:
         """The segments that a sleep of `level` moves, and where to. Raises: `PhaseError` when one of them stays."""
         targets = {ENGINE_WEIGHTS: WEIGHTS_AT[level], ENGINE_KV_CACHE: Residency.DISCARDED}
         found = [(segment, targets[segment.name]) for segment in self.segments if segment.name in targets]
-        found = [(s, target) for s, target in found if _DEPTH.index(target) > _DEPTH.index(s.residency)]
+        found = [(s, target) for s, target in found if DEPTH.index(target) > DEPTH.index(s.residency)]
         for segment, _ in found:
             if segment.away is None:
                 raise PhaseError(f"level {level} would move {segment.name}, which is {self.why_it_stays(segment)}")

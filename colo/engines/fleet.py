@@ -16,15 +16,14 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral
 from queue import Empty, Full, Queue
 from typing import Any, TypeVar
 
 import torch
 
 from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParams
-from colo.engines.base import EngineBase, EngineStatus
-from colo.engines.sampling import check_seeds, row_seed
+from colo.engines.base import DEPTH, EngineBase, EngineStatus
+from colo.engines.sampling import seeded_each
 from colo.errors import EngineLost, PhaseError, StaleWeights, TransferError, Unsupported
 from colo.log import logger
 from colo.memory.uninterrupted import end_wait
@@ -306,10 +305,7 @@ class Fleet(EngineBase):
         version = self.ready()
         if adapter is not None:
             raise ValueError(f"a fleet has no adapters, and {adapter!r} is asked for: share with fold_adapter=True")
-        check_seeds(params.seed, len(prompts))
-        seed: Any = params.seed
-        if isinstance(seed, Integral):  # a list: what is drawn must not depend on who draws it
-            params = replace(params, seed=[row_seed(int(seed), index, 0) >> 2 for index in range(len(prompts))])
+        params = seeded_each(params, len(prompts))  # what is drawn must not depend on who draws it
         left, found = list(range(len(prompts))), list[Completion]()
         while left:
             members = self._holding()
@@ -564,9 +560,6 @@ class FleetTakesSlices:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-_DEPTH = (Residency.RESIDENT, Residency.OFFLOADED, Residency.DISCARDED)
-
-
 class _FleetSegment:
     """The segments of one name of all members, which move together."""
 
@@ -577,7 +570,7 @@ class _FleetSegment:
     @property
     def residency(self) -> Residency:
         """Residency of the member whose bytes are furthest away; all are alike, between two moves."""
-        return max((s.residency for s in self._parts()), key=_DEPTH.index, default=Residency.RESIDENT)
+        return max((s.residency for s in self._parts()), key=DEPTH.index, default=Residency.RESIDENT)
 
     @property
     def size_bytes(self) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,7 @@ import torch
 from colo.engine import Completion, Engine, EngineState, Recovers, SamplingParams
 from colo.engines.base import EngineBase, EngineStatus
 from colo.engines.fleet import Fleet
-from colo.engines.sampling import check_seeds, row_seed
+from colo.engines.sampling import seeded_each
 from colo.errors import EngineLost, Unsupported
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Residency, Segment
 from colo.weights.ranks import RankGroup
@@ -195,10 +194,7 @@ class MainRankEngine(EngineBase):
             version = self.ready()
             if adapter is not None:
                 raise ValueError(f"it has no adapters, and {adapter!r} is asked for: share with fold_adapter=True")
-            check_seeds(params.seed, len(prompts))
-        seed: Any = params.seed
-        if isinstance(seed, Integral):  # a list: what is drawn must not depend on other ranks
-            params = replace(params, seed=[row_seed(int(seed), index, 0) >> 2 for index in range(len(prompts))])
+            params = seeded_each(params, len(prompts))  # what is drawn must not depend on other ranks
         asked = self.ranks.gather(([tuple(prompt) for prompt in prompts], params))
         told: list[Any] = [None]
         with self.ranks.fail_together("sampling"):

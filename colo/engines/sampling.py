@@ -9,7 +9,8 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -214,6 +215,15 @@ def check_seeds(seed: Any, num_prompts: int) -> None:
     """Raise `ValueError` for a list of seeds that has not one for each prompt."""
     if isinstance(seed, Sequence) and len(seed) != num_prompts:
         raise ValueError(f"seed has {len(seed)} seeds for {num_prompts} prompts: give one for each, or a single one")
+
+
+def seeded_each(params: SamplingParams, num_prompts: int) -> SamplingParams:
+    """The same with a seed for each prompt, if it has any: who samples others must not matter. As `check_seeds`."""
+    seed: Any = params.seed
+    check_seeds(seed, num_prompts)
+    if not isinstance(seed, Integral):
+        return params
+    return replace(params, seed=[row_seed(int(seed), index, 0) >> 2 for index in range(num_prompts)])
 
 
 class Sampler:

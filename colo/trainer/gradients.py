@@ -205,10 +205,6 @@ class TakenGradients:
         """Forget gradients that have changed."""
         self._noted = {parameter: self._noted[parameter] for parameter in self.present()}
 
-    def drop(self, parameter: torch.Tensor) -> None:
-        """Forget the gradient of one parameter, if it was noted."""
-        self._noted.pop(parameter, None)
-
     def clear(self) -> None:
         """Forget all: the step has ended."""
         self._noted.clear()
