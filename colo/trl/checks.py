@@ -28,6 +28,7 @@ from colo.rl.logit_tiles import LogitStep
 from colo.rl.logprob import SeenPass, why_not_linear
 from colo.rl.rewards import check_rewards
 from colo.weights.mismatch import evaluating
+from colo.weights.sources.peft import active_adapters
 
 # ---- the trainer ----------------------------------------------------------------------------------------------------
 
@@ -224,30 +225,49 @@ def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> None:
 
     transformers loads what it finds there, warns of the rest, and trains on. Only safetensors files are looked at.
     """
-    found = _shapes(Path(folder))
-    if found is None:
-        return
     said = f"the checkpoint {folder} is not of this model:"
     change = "resume from a checkpoint of this run, or pass resume_from_checkpoint=None to begin anew"
-    names = _names(model)
-    missing = [shown[0] for shown, _ in names if not any(name in found for name in shown)]
-    if missing:
-        raise ValueError(f"{said} it lacks {len(missing)} of {len(names)} weights, {missing[0]} for one; {change}")
-    for shown, shape in names:
-        name = next(name for name in shown if name in found)
-        if found[name] != shape:
-            raise ValueError(f"{said} {name} has shape {found[name]} there, and {shape} here; {change}")
+    for adapter in active_adapters(model) if hasattr(model, "peft_config") else [None]:
+        place = _place_of(Path(folder), adapter)
+        if place is None:
+            raise ValueError(f"{said} it has adapters, and {adapter!r} is none of them; {change}")
+        if (found := _shapes(place)) is None:
+            continue
+        names = _names(model, adapter)
+        missing = [shown[0] for shown, _ in names if not any(name in found for name in shown)]
+        if missing:
+            raise ValueError(f"{said} it lacks {len(missing)} of {len(names)} weights, {missing[0]} for one; {change}")
+        for shown, shape in names:
+            name = next(name for name in shown if name in found)
+            if found[name] != shape:
+                raise ValueError(f"{said} {name} has shape {found[name]} there, and {shape} here; {change}")
 
 
-def _names(model: nn.Module) -> list[tuple[list[str], tuple[int, ...]]]:
-    """For each weight that a checkpoint of `model` holds: the names that it may have there, and its shape."""
-    adapter = next(iter(getattr(model, "active_adapters", None) or []), None) if hasattr(model, "peft_config") else None
+def _place_of(folder: Path, adapter: str | None) -> Path | None:
+    """The folder of a checkpoint that has an adapter; `None` where it has others alone.
+
+    PEFT saves each adapter in a folder of its name, but "default" beside them; transformers loads them from there.
+    """
+    others = {path.parent.name for path in folder.glob(f"*/{_ADAPTER}")}
+    if adapter is None or not others or (folder / _WHOLE).is_file():
+        return folder
+    if adapter != "default":
+        return folder / adapter if adapter in others else None
+    return folder if (folder / _ADAPTER).is_file() else None
+
+
+def _names(model: nn.Module, adapter: str | None) -> list[tuple[list[str], tuple[int, ...]]]:
+    """For each weight that a checkpoint of `model`, or of its adapter, holds: the names that it may have there, and its
+    shape.
+    """
     names: dict[int, list[str]] = {}
     shapes: dict[int, tuple[int, ...]] = {}
     # tied weights too: a checkpoint may have either name
     for name, p in model.named_parameters(remove_duplicate=False):
-        if adapter is None or (p.requires_grad and f".{adapter}" in name):
-            plain = name if adapter is None else name.replace(f".{adapter}", "", 1)
+        # the last of equal names: PEFT's own come after those of modules
+        head, found, tail = (name, "", "") if adapter is None else f"{name}.".rpartition(f".{adapter}.")
+        if adapter is None or (p.requires_grad and found):
+            plain = name if adapter is None else f"{head}.{tail}".removesuffix(".")
             # PEFT saves `modules_to_save` with and without its wrapper's name, and DoRA's vectors without `.weight`
             known = {plain: 1, plain.replace(".modules_to_save", ""): 1}
             if ".lora_magnitude_vector" in plain:

@@ -25,7 +25,7 @@ from colo.trl.attachment import ATTACHED, add_tokenizer, add_vllm_options, attac
 from colo.trl.checks import PromptReader, check_args, check_checkpoint, check_columns, check_output, check_released
 from colo.trl.generation import initialized_once
 from colo.trl.partial import PartialRollouts
-from colo.weights.sources.peft import check_lora_config
+from colo.weights.sources.peft import active_adapters, check_lora_config
 
 if TYPE_CHECKING:
     from colo.runtime import Runtime
@@ -289,12 +289,17 @@ class _WithEngine:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         trained = self.model if model is None else model  # type: ignore[attr-defined]  # TRL's
-        if getattr(self, "colo", None) is not None:
-            check_checkpoint(resume_from_checkpoint, trained)
+        if getattr(self, "colo", None) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            return
+        check_checkpoint(resume_from_checkpoint, trained)
+        active = active_adapters(trained) if hasattr(trained, "peft_config") else []
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        if getattr(self, "colo", None) is not None and len(getattr(trained, "peft_config", ())) > 1:
+        if len(getattr(trained, "peft_config", ())) > 1 and "default" in active:
             # transformers before 5.23 reads folders of further adapters alone, such as the reference's
             trained.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+        if len(active) > 1:
+            trained.base_model.set_adapter(active)  # of which transformers has left the first one active
 
     def train(self, *args: Any, **given: Any) -> Any:
         """Train as TRL does. Whatever ends it, the runtime is in no phase afterwards."""

@@ -178,12 +178,14 @@ def watch_forwards(model: Any, runtime: Runtime) -> list[Any]:
     FSDP2: a pass that compares log-probabilities would otherwise begin within one that FSDP2 takes for begun.
     """
 
+    policy = active_adapters(model)[0] if hasattr(model, "peft_config") else None
+
     def before_forward(*_: Any) -> None:
         # TRL has no call where training begins: its first forward pass tells
         in_rollout = runtime.phase is Phase.ROLLOUT
         # in a rollout any pass, also one without gradients: the engine's memory is in its way
         if in_rollout or (model.training and torch.is_grad_enabled() and runtime.phase is not Phase.TRAIN):
-            with as_policy(model):
+            with as_policy(model, policy):
                 runtime.enter(Phase.TRAIN, implied=True)
 
     # untraced, or torch.compile would trace the runtime with the model; uncopied: an EMA's pass enters nothing
@@ -314,11 +316,20 @@ def initialized_once(model: Any, beta: float) -> Iterator[None]:
 def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
     """Give the trainer a frozen copy of its adapter as "ref", if it needs one and has none; return what takes it back.
 
-    Raises: `Unsupported` where TRL has initialized the base twice, or copied another adapter than the one that trains.
+    Raises: `Unsupported` where TRL has initialized the base twice, or copied another adapter than the one that trains,
+    and for several adapters that train.
     """
     model = trainer.model
     if not getattr(trainer, "beta", 0.0) or not hasattr(model, "add_adapter") or not hasattr(model, "get_base_model"):
         return lambda: None
+    if REF not in model.peft_config and changes_nothing(model):
+        return lambda: None
+    (name, *others) = active_adapters(model)
+    if others:
+        raise Unsupported(
+            f"{1 + len(others)} adapters train ({', '.join([name, *others])}), and TRL's reference of "
+            f"beta={trainer.beta} is a copy of one, after which only {name!r} would train: pass beta=0, or train one"
+        )
     if REF in model.peft_config:
         init = getattr(model.peft_config[REF], "init_lora_weights", True)
         if str(init).lower().startswith(_REWRITE):
@@ -327,7 +338,6 @@ def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
                 "the base weights again: the model is not the one you gave. Set model.peft_config['default']."
                 "init_lora_weights = True before the trainer is made, or give the model to ColoGRPOTrainer"
             )
-        (name, *_) = active_adapters(model)
         if name not in (REF, _COPIED):
             raise Unsupported(
                 f"TRL made the reference of beta={trainer.beta} from adapter {_COPIED!r}, and {name!r} is the one that "
@@ -335,9 +345,6 @@ def keep_initial_adapter(trainer: Any) -> Callable[[], None]:
             )
         _copy_to_reference(model, _COPIED, is_last=True)  # which TRL, that looks for ".default.", has left out
         return lambda: None
-    if changes_nothing(model):
-        return lambda: None
-    (name, *_) = active_adapters(model)
     config = copy.copy(model.peft_config[name])
     config.init_lora_weights = True
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
@@ -359,8 +366,8 @@ def _copy_to_reference(model: Any, name: str, *, is_last: bool = False) -> None:
 
 
 @contextmanager
-def as_policy(model: Any) -> Iterator[None]:
-    """Switch a PEFT model to the adapter that trains, within a pass of TRL's reference too.
+def as_policy(model: Any, policy: str | None) -> Iterator[None]:
+    """Switch a PEFT model to `policy`, the adapter that trains, within a pass of TRL's reference too.
 
     That pass may be the first after a rollout, whose log-probabilities are compared with the policy's then.
     """
@@ -372,8 +379,8 @@ def as_policy(model: Any) -> Iterator[None]:
             yield
         finally:
             model.base_model.disable_adapter_layers()
-    elif model.active_adapter == REF:
-        model.set_adapter(_COPIED if _COPIED in model.peft_config else next(n for n in model.peft_config if n != REF))
+    elif model.active_adapter == REF != policy:
+        model.set_adapter(policy)
         try:
             yield
         finally:

@@ -229,6 +229,24 @@ def test_missing_and_misshapen_weights_are_named(checkpoint, tmp_path, lora):
         check_checkpoint(tmp_path, model)
 
 
+def test_the_adapter_that_trains_is_looked_for_in_its_own_folder(checkpoint, tmp_path):
+    model = get_peft_model(model_of(checkpoint), LoraConfig(r=4, target_modules="all-linear"))
+    model.add_adapter("mine", LoraConfig(r=2, target_modules="all-linear"))
+    model.set_adapter("mine")
+    model.save_pretrained(tmp_path)
+    check_checkpoint(tmp_path, model)
+    shutil.copy(tmp_path / "adapter_model.safetensors", tmp_path / "mine" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"has shape \(4, 64\) there, and \(2, 64\) here"):
+        check_checkpoint(tmp_path, model)
+    (tmp_path / "mine").rename(tmp_path / "other")
+    with pytest.raises(ValueError, match="it has adapters, and 'mine' is none of them; resume from"):
+        check_checkpoint(tmp_path, model)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    model.set_adapter("default")
+    with pytest.raises(ValueError, match="it has adapters, and 'default' is none of them; resume from"):
+        check_checkpoint(tmp_path, model)
+
+
 def test_a_folder_without_weights_is_left_to_transformers(checkpoint, tmp_path):
     check_checkpoint(tmp_path, model_of(checkpoint))
 

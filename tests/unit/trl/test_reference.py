@@ -17,6 +17,7 @@ from tests.trainers import logged, trained
 INITS = [True, "gaussian", False, "pissa", "pissa_niter_4", "olora", "orthogonal"]
 FLAG = {"fast_inference": True, "colo_engine": "torch", "colo_kv_cache_bytes": "1MiB", "colo_seeded": True}
 IDS = torch.tensor([[3, 11, 5, 12, 8]])
+QV = {"target_modules": ["q_proj", "v_proj"]}
 
 
 def lora(init):
@@ -106,6 +107,54 @@ def test_a_resumed_run_compares_with_the_same_reference(by_flag, tmp_path):
     assert all(torch.equal(expected[name], p) for name, p in trained(resumed.model).items())
 
 
+ADAPTERS = {  # their names with their ranks, and those that train
+    "another than default": ({"default": 4, "mine": 2}, ["mine"]),
+    "none is default": ({"first": 4, "mine": 2}, ["mine"]),
+    "named as a layer": ({"layers": 4}, ["layers"]),
+    "ref": ({"default": 2, "ref": 4}, ["ref"]),
+    "ref alone": ({"ref": 4}, ["ref"]),
+    "several": ({"default": 4, "mine": 2}, ["default", "mine"]),
+    "several, none is default": ({"first": 4, "mine": 2}, ["mine", "first"]),
+}
+
+
+@pytest.fixture
+def of_adapters(checkpoint, make):
+    def build(ranks, active, **changes):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+        configs = {name: LoraConfig(r=r, init_lora_weights=False, **QV) for name, r in ranks.items()}
+        (first, config), *others = configs.items()
+        model = get_peft_model(model, config, adapter_name=first)
+        for name, config in others:
+            model.add_adapter(name, config)
+        model.base_model.set_adapter(active)
+        options = FLAG | {"colo_fold_adapter": len(active) > 1}
+        return make(model, kind=ColoGRPOTrainer, config=ColoGRPOConfig, **options, **changes)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_run_resumes_with_every_adapter_that_trains_whatever_its_name(of_adapters, tmp_path, kind):
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "learning_rate": 0.1}
+    whole = of_adapters(*ADAPTERS[kind], output_dir=str(tmp_path / "whole"), **changes)
+    whole.train()
+    resumed = of_adapters(*ADAPTERS[kind], output_dir=str(tmp_path / "resumed"), **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    expected, found = trained(whole.model), trained(resumed.model)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], p) for name, p in found.items())
+    assert max(logged(resumed, "colo/mismatch")) < 1e-4
+
+
+def test_several_adapters_have_no_reference_of_trls(of_adapters):
+    with pytest.raises(
+        Unsupported, match=r"2 adapters train \(default, mine\).*only 'default' would train: pass beta=0"
+    ):
+        of_adapters({"default": 4, "mine": 2}, ["default", "mine"], beta=0.1)
+
+
 def test_a_base_that_trl_has_initialized_twice_is_refused_by_name(make, attach, checkpoint):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -148,7 +197,6 @@ def test_a_failed_attach_leaves_no_copy(make, attach):
 
 # ---- adapters that are more than LoRA, folded into the weights -------------------------------------------------------
 
-QV = {"target_modules": ["q_proj", "v_proj"]}
 FOLDED = {
     "VeRA": VeraConfig(r=4, **QV),
     "DoRA": LoraConfig(r=4, use_dora=True, **QV),
