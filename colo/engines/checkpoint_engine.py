@@ -9,9 +9,10 @@ nothing is unpickled here.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,8 +21,10 @@ import torch
 
 from colo.engines.buckets import ALIGNMENT_BYTES, BUCKET_BYTES, buckets, exported, fill
 from colo.errors import EngineLost, TransferError, named_extra
+from colo.memory.copy_plan import wait_for_queued
 from colo.memory.probe import device_id
 from colo.units import align_up
+from colo.weights.meeting import in_thread
 
 DEADLINE_S = 300.0
 _POLL_MS = 100
@@ -60,9 +63,7 @@ def send_weights(
             for number, bucket in enumerate(buckets(weights.items(), half_bytes)):
                 # beside the receiver, which loads out of the other half
                 places = fill(memory, bucket, number % 2 * half_bytes)
-                if device.type == "cuda":
-                    # the other process orders nothing by our stream
-                    torch.cuda.current_stream(device).synchronize()
+                wait_for_queued(device)  # the other process orders nothing by our stream
                 receiver.hear()
                 receiver.tell([{"name": n, "shape": t.shape, "dtype": t.dtype, "offset": at} for n, t, at in places])
             for _ in range(2):
@@ -82,10 +83,8 @@ class _Receiver:
     def __init__(self, socket: Any, start: Callable[[Any], object], handles: dict[str, str], deadline_s: float) -> None:
         self._socket = socket
         self._deadline_s = deadline_s
-        self._error: BaseException | None = None
         self._is_asked = False  # the socket takes no message before the answer to the last one
-        self._thread = threading.Thread(target=self._start, args=(start, handles), daemon=True)
-        self._thread.start()
+        self._started = in_thread(partial(start, handles))
 
     def tell(self, message: object) -> None:
         """Send a message, once there is a receiver. Raises: see `send_weights`."""
@@ -105,18 +104,17 @@ class _Receiver:
     def _wait(self, event: int) -> None:
         end_s = time.monotonic() + self._deadline_s
         while not self._socket.poll(_POLL_MS, event):
-            if not self._thread.is_alive():
-                raise TransferError(f"the engine asks for no weights: {self._why()}") from self._error
+            if self._started.done():
+                raise TransferError(f"the engine asks for no weights: {self._why()}") from self._started.exception()
             if time.monotonic() > end_s:
                 raise EngineLost(f"the receiver of weights has said nothing for {self._deadline_s:g} s")
 
     def join(self) -> None:
         """Wait until `start` has returned. Raises: `TransferError` when it has failed, `EngineLost`."""
-        self._thread.join(self._deadline_s)
-        if self._thread.is_alive():
+        if wait([self._started], self._deadline_s).not_done:
             raise EngineLost(f"all weights are sent, and the engine has not said so for {self._deadline_s:g} s")
-        if self._error is not None:
-            raise TransferError(f"all weights are sent, and the engine refuses them: {self._why()}") from self._error
+        if (error := self._started.exception()) is not None:
+            raise TransferError(f"all weights are sent, and the engine refuses them: {self._why()}") from error
 
     def stop(self) -> None:
         """End the receiver with an error, if it listens: it would wait for ever."""
@@ -127,14 +125,9 @@ class _Receiver:
             self._socket.send_pyobj(RuntimeError("the trainer has stopped sending weights"))
             self._socket.poll(_POLL_MS, _IN)  # no answer comes: time for the message to leave
 
-    def _start(self, start: Callable[[Any], object], handles: dict[str, str]) -> None:
-        try:
-            start(handles)
-        except BaseException as error:  # noqa: BLE001 - told by whoever waits
-            self._error = error
-
     def _why(self) -> str:
-        return "it has returned" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        error = self._started.exception()
+        return "it has returned" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _memory(device: torch.device, size_bytes: int, path: Path) -> tuple[torch.Tensor, tuple[Any, tuple[Any, ...]]]:
