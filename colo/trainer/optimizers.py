@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,27 +105,17 @@ class OptimizerParts:
             for key, kept in part.state.items()
         }
 
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        """Call `hook` before any of them steps."""
-        return self._register("step_pre_hook", hook)
-
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
-        """Call `hook` after any of them has stepped."""
-        return self._register("step_post_hook", hook)
-
-    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        """Call `hook` before a state dict is loaded into any of them."""
-        return self._register("load_state_dict_pre_hook", hook)
-
-    def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> Any:
-        """Call `hook` after a state dict has been loaded into any of them."""
-        return self._register("load_state_dict_post_hook", hook)
-
     def _register(self, kind: str, hook: Callable[..., Any]) -> Any:
         with ExitStack() as handles:  # which takes them back where a later optimizer refuses
             for optimizer in self.inner:
-                handles.callback(getattr(optimizer, f"register_{kind}")(hook).remove)
+                handles.callback(getattr(optimizer, kind)(hook).remove)
             return SimpleNamespace(remove=handles.pop_all().close)
+
+    # of all of them: called before or after any one steps, or loads a state dict
+    register_step_pre_hook: Any = partialmethod(_register, "register_step_pre_hook")
+    register_step_post_hook: Any = partialmethod(_register, "register_step_post_hook")
+    register_load_state_dict_pre_hook = partialmethod(_register, "register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = partialmethod(_register, "register_load_state_dict_post_hook")
 
 
 class MegatronOptimizers(OptimizerParts):
