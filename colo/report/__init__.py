@@ -177,7 +177,9 @@ def _draw_bars(axes: Any, chart: BarChart) -> None:
 def _draw_curve(axes: Any, chart: CurveChart) -> None:
     colour = "black" if chart.series.colour == CURVE else chart.series.colour
     axes.plot([i + 1 for i in chart.places], [chart.series.values[i] for i in chart.places], color=colour, linewidth=1)
-    axes.set(xlabel=chart.x_label, xticks=[value + 0.5 for value, _ in chart.x.ticks])
+    _label(axes.yaxis, chart.y)
+    ticks = [value + 0.5 for value, _ in chart.x.ticks]
+    axes.set(xlabel=chart.x_label, xticks=ticks, ylim=(chart.y.low, chart.y.high))
     axes.grid(axis="y", alpha=0.3)
 
 

@@ -325,11 +325,19 @@ def _parts(step: Cycle, number: int) -> Iterator[Series]:
 def _curve_chart(title: str, caption: str, series: Series, units: Sequence[Unit]) -> CurveChart:
     """The axis spans at least 2 % of the values' size, so that rounding does not look like a trend."""
     places = extremes(series.values)
+    # differences of the largest numbers that there are overflow: those are drawn as multiples of a power of ten
+    largest = max(abs(series.values[i]) for i in places)
+    power = math.floor(math.log10(largest)) if largest > 1e300 else 0
+    series = series._replace(values=[value / 10.0**power for value in series.values])
     low, high = min(series.values[i] for i in places), max(series.values[i] for i in places)
-    margin = max((high - low) * 0.08, abs(high) * 0.01) or 1.0
+    margin = max((high - low) * 0.08, abs(high) * 0.01)
+    margin = margin if margin > 1e-280 else 1.0  # the smallest are a line at zero, as matplotlib takes them
     low, high = low - margin, high + margin
     x = Axis(high=len(series.values), ticks=count_ticks(len(series.values)))
-    y = Axis(low=low, high=high, ticks=unit_ticks(low, high, units))
+    labels = unit_ticks(low, high, units)
+    if power:
+        labels = [(tick, f"{tick:g}e+{power}" if tick else "0") for tick, _ in labels]
+    y = Axis(low=low, high=high, ticks=labels)
     return CurveChart(heading=Heading(title, caption, series.title), x=x, y=y, series=series, places=places)
 
 

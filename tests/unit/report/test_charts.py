@@ -39,6 +39,31 @@ def test_rewards_that_are_not_finite_are_left_out():
     assert reward_chart(trace).heading.caption.startswith("4 values: ")  # of no training step that was recorded
 
 
+EXTREMES = (1.7976931348623157e308, -1.7976931348623157e308, 1e308, 1.1e300, 1e300, 1.0, 1e-300, -5e-324, 0.0)
+
+
+@given(st.lists(st.sampled_from(EXTREMES) | st.floats(), min_size=1, max_size=5))
+def test_the_largest_and_the_smallest_rewards_have_a_chart(rewards):
+    trace = Trace()
+    for reward in rewards:
+        trace.metric("reward", reward)
+    chart = reward_chart(trace)
+    assert (chart is None) == (not any(map(math.isfinite, rewards)))
+    if chart is not None:
+        assert math.isfinite(chart.y.high - chart.y.low) and chart.y.high - chart.y.low > 1e-280
+        assert all(chart.y.low <= chart.series.values[i] <= chart.y.high for i in chart.places)
+        labels = [label for _, label in chart.y.ticks]
+        assert 2 <= len(set(labels)) == len(labels)
+
+
+def test_labels_of_the_largest_rewards_are_theirs():
+    trace = Trace()
+    for reward in (1.7e308, -1.7e308):
+        trace.metric("reward", reward)
+    assert [label for _, label in reward_chart(trace).y.ticks] == ["-1e+308", "0", "1e+308"]
+    assert reward_chart(trace).heading.caption == "2 values: 1.7e+308 at first, -1.7e+308 at last."
+
+
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=300))
 def test_decimation_keeps_order_ends_and_every_peak(rows):

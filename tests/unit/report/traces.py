@@ -60,10 +60,18 @@ def only_unusable_rewards():
     return trace
 
 
+def largest_rewards():
+    trace = Trace()
+    for reward in (1.7e308, -1.7e308, 1e-300):
+        trace.metric("reward", reward)
+    return trace
+
+
 def nothing_held():
     trace = run(2)
     trace.samples = [sample(0.0, Phase.IDLE, {}), sample(1.0, Phase.IDLE, {"a": 0})]
     return trace
 
 
-PARTIAL = [Trace, only_samples, only_spans, only_phases, only_rewards, only_unusable_rewards, nothing_held, run]
+PARTIAL = [Trace, only_samples, only_spans, only_phases, only_rewards, only_unusable_rewards, largest_rewards]
+PARTIAL += [nothing_held, run]
