@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
-from statistics import fmean
+from statistics import fmean, mean
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -358,8 +358,15 @@ class _Scorer:
         values = self._values(problems, completions, step)
         weighted = [[self._weights[name] * value for value in column] for name, column in values.items()]
         sums = [sum(row) for row in zip(*weighted, strict=True)]
-        metrics = {} if self._single else {f"rewards/{name}": fmean(column) for name, column in values.items()}
-        return sums, metrics | {"reward": fmean(sums)}
+        for index, total in enumerate(sums):
+            if not math.isfinite(total):
+                parts = ", ".join(f"{name} {column[index]:g}" for name, column in values.items())
+                raise ValueError(
+                    f"rewards times their weights add up to {total} for completion {index} of {len(sums)} at step "
+                    f"{step} ({parts}): return smaller numbers, or lower reward_weights"
+                )
+        metrics = {} if self._single else {f"rewards/{name}": mean(column) for name, column in values.items()}
+        return sums, metrics | {"reward": mean(sums)}  # `fmean` would overflow
 
     def _values(
         self, problems: Sequence[Problem], completions: Sequence[Completion], step: int

@@ -131,7 +131,7 @@ def group_advantages(
     differentiable.
 
     Raises: `ValueError` for a group of fewer than 2, which has nothing to compare, a batch of incomplete groups or of
-    none, or a reward that is no finite number.
+    none, a reward that is no finite number, or one whose advantage is none in that dtype.
     """
     scale = AdvantageScale(scale)
     check_number("group_size", group_size, Integral, "a whole number")
@@ -147,12 +147,24 @@ def group_advantages(
         raise ValueError(f"rewards {shape} must be one row of whole groups of {group_size}, and of one at least")
     # in float64, and from the first of each group: equal rewards are then exactly as far from their mean, 0
     rewards_GS = torch.tensor(values, dtype=torch.float64, device="cpu").view(-1, int(group_size))
-    rewards_GS = rewards_GS - rewards_GS[:, :1]
+    # squares of the largest numbers overflow: groups of those are measured in units of 2**600
+    is_large_G1 = rewards_GS.abs().amax(1, keepdim=True) > 2.0**500
+    unit_G1 = torch.ones_like(rewards_GS[:, :1]).masked_fill(is_large_G1, 2.0**600)
+    rewards_GS = rewards_GS / unit_G1 - rewards_GS[:, :1] / unit_G1
     centred_GS = rewards_GS - rewards_GS.mean(1, keepdim=True)
     if scale is AdvantageScale.GROUP:
-        centred_GS = centred_GS / (rewards_GS.std(1, keepdim=True) + epsilon)
+        centred_GS = centred_GS / (rewards_GS.std(1, keepdim=True) + epsilon / unit_G1)
+    else:
+        centred_GS = centred_GS * unit_G1
     like = rewards_B if isinstance(rewards_B, Tensor) else centred_GS.float()
-    return centred_GS.flatten().to(like.device, like.dtype if like.is_floating_point() else torch.float32)
+    dtype = like.dtype if like.is_floating_point() else torch.float32
+    advantages_B = centred_GS.flatten().to(dtype)
+    for index in (~advantages_B.isfinite()).nonzero().flatten().tolist():
+        raise ValueError(
+            f"rewards hold {values[index]:g} for completion {index} of {len(values)}, whose advantage is beyond "
+            f"{dtype}: give smaller numbers, or scale='group'"
+        )
+    return advantages_B.to(like.device)
 
 
 def grpo_loss(

@@ -55,7 +55,7 @@ def check_weights(names: Iterable[str], weights: Mapping[str, Any] | None) -> di
     for name, weight in (weights or {}).items():
         if name not in found:
             raise ValueError(f"there is a weight for reward {name!r}, but rewards are {', '.join(found)}")
-        if not isinstance(weight, Real) or not math.isfinite(weight):
+        if not isinstance(weight, Real) or not _is_finite(weight):
             raise ValueError(f"the weight of reward {name!r} must be a finite number, not {weight!r}")
         found[name] = float(weight)
     return found
@@ -139,7 +139,7 @@ def check_rewards(
         if value is None and allow_none:
             found[index] = math.nan
         # `Real` and finite: a NaN would make every advantage of its group NaN
-        elif not isinstance(value, Real) or not math.isfinite(value):
+        elif not isinstance(value, Real) or not _is_finite(value):
             raise ValueError(
                 f"{said} {value!r:.100} for completion {index} of {len(found)}{_at(step)}: {do} a finite number, such "
                 f"as 0.0 for what cannot be scored{or_none}"
@@ -147,6 +147,14 @@ def check_rewards(
         else:
             found[index] = float(value)
     return found
+
+
+def _is_finite(value: Real) -> bool:
+    """True for a number that a float holds, which of Python's integers not all are."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_ONLY)

@@ -303,7 +303,7 @@ _GIVEN_BY_TRL = frozenset(
 
 
 def checked(reward: Any, name: str, trainer: Any) -> Any:
-    """`reward`, whose values are checked: one finite number or `None` for each completion.
+    """`reward`, whose values are checked: one number or `None` for each completion, whose square fp32 holds.
 
     TRL takes NaN for `None` and trains on nothing, or fails in torch. A reward model is returned as it is.
     """
@@ -314,6 +314,12 @@ def checked(reward: Any, name: str, trainer: Any) -> Any:
         count = len(columns["completions"])
         step = trainer.state.global_step + trainer.model.training  # which counts the steps that are done
         found = check_rewards(name, rewards, count, step=step, allow_none=True)
+        for index, value in enumerate(found):
+            if abs(value) > 1e18:  # TRL's deviation of a group would be infinite, and advantages 0 or NaN
+                raise ValueError(
+                    f"reward {name!r} returned {value:g} for completion {index} of {count} at step {step}, and TRL "
+                    "computes with its square in fp32: return numbers below 1e18"
+                )
         # a generator has been read by now, so that the list goes on; a tensor stays a tensor
         return rewards if isinstance(rewards, Sequence) or hasattr(rewards, "tolist") else found
 

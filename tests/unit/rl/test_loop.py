@@ -557,6 +557,25 @@ def test_a_bad_reward_is_named_with_its_step_and_trains_nothing(rt, value, sever
     assert len(list(grpo(rt, batches(1), wants_token_4, CONFIG))) == 1  # the runtime goes on
 
 
+def test_the_largest_rewards_are_trained_on_and_sums_beyond_them_are_refused(rt):
+    def large(prompts, completions, **columns):
+        return [1.7e308, 1e300, 1.7e308, 0.0]
+
+    def other(prompts, completions, **columns):
+        return [0.0, 0.0, 1.7e308, 0.0]
+
+    before = parameters(rt.model)
+    (metrics,) = grpo(rt, batches(1), [large], CONFIG)
+    assert metrics["reward"] == metrics["rewards/large"] == pytest.approx(8.5e307)
+    trained = parameters(rt.model)
+    assert any(not torch.equal(before[name], after) for name, after in trained.items())
+    assert all(weight.isfinite().all() for weight in trained.values())
+    words = r"add up to inf for completion 2 of 4 at step 1 \(large 1.7e\+308, other 1.7e\+308\): return smaller"
+    with pytest.raises(ValueError, match=words):
+        list(grpo(rt, batches(1), [large, other], CONFIG))
+    assert all(torch.equal(trained[name], after) for name, after in parameters(rt.model).items())
+
+
 def test_an_error_of_a_reward_names_it_its_step_and_its_line(rt):
     def broken(prompts, completions, **columns):
         return [{}["solution"]]

@@ -1,6 +1,7 @@
 """The GRPO loss against the formulas written out in plain Python, one token at a time."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -458,6 +459,20 @@ def test_large_numbers_are_told_apart():
         assert group_advantages(rewards, 2).tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
 
 
+@pytest.mark.parametrize("large", [1e100, 1e155, 1e300, 1.7976931348623157e308])
+def test_the_largest_rewards_have_the_advantages_of_small_ones(large):
+    rewards = [large, -large, 0.0, large / 2]
+    found = group_advantages([*rewards, 1.0, 0.0, 0.5, 0.5, *[large] * 4], 4)
+    torch.testing.assert_close(found[:4], group_advantages([1.0, -1.0, 0.0, 0.5], 4, epsilon=1e-9))
+    assert torch.equal(found[4:8], group_advantages([1.0, 0.0, 0.5, 0.5], 4))
+    assert not found[8:].any()
+    words = f"rewards hold {re.escape(f'{large:g}')} for completion 2 of 4, whose advantage is beyond torch.float32"
+    with pytest.raises(ValueError, match=words):
+        group_advantages([1.0, 0.0, large, -large], 2, scale="none")
+    wide = torch.tensor([1e300, -1e300], dtype=torch.float64)
+    torch.testing.assert_close(group_advantages(wide, 2, scale="none"), wide)
+
+
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
@@ -465,6 +480,7 @@ def test_large_numbers_are_told_apart():
         (torch.tensor([-math.inf, 1.0]), "rewards hold -inf for completion 0 of 2"),
         ([1.0, None], "rewards hold None for completion 1 of 2"),
         ([1.0, "1"], "rewards hold '1' for completion 1 of 2"),
+        ([1.0, 10**400], "rewards hold 1000000"),
         (torch.tensor([1j, 0]), "rewards hold 1j for completion 0 of 2"),
         (torch.tensor(1.0), r"rewards hold 1\.0: give a list of numbers, one for each completion"),
         ("10", "rewards hold '10': give a list of numbers"),

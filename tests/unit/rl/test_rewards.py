@@ -158,6 +158,7 @@ async def later():
         (torch.ones(2, 2), r"returned \[1.0, 1.0\] for completion 0 of 2"),
         ([torch.ones(2), 1.0], r"returned tensor\(.* for completion 0"),
         ([1.0, 1j], "returned 1j for completion 1"),
+        ([1.0, -(10**400)], "returned -10000"),
     ],
     ids=str,
 )

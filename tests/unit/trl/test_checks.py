@@ -330,6 +330,15 @@ def test_anything_else_is_refused_with_the_reward_and_the_step(returned, words):
         run(returned)
 
 
+def test_a_reward_whose_square_fp32_does_not_hold_is_refused():
+    """TRL's deviation of its group would be infinite, and the advantages 0, or NaN above 3.4e38."""
+    for value, shown in ((1e300, r"1e\+300"), (-2e19, r"-2e\+19")):
+        words = f"reward 'mine' returned {shown} for completion 1 of 2 at step 3, and TRL .*: return numbers below 1e18"
+        with pytest.raises(ValueError, match=words):
+            run([None, value])
+    assert run([1e18, -1e18]) == [1e18, -1e18]
+
+
 def test_the_step_is_the_one_that_is_being_made_or_the_last_before_an_evaluation():
     model = torch.nn.Linear(1, 1)
     trainer = SimpleNamespace(state=SimpleNamespace(global_step=0), model=model)
