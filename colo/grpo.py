@@ -36,7 +36,7 @@ from colo.errors import Unsupported
 from colo.memory.uninterrupted import uninterrupted
 from colo.rl.rewards import RewardFunction, await_reward, bound, call_reward, named_rewards
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
-from colo.trl.checks import check_args, check_columns, is_awaited
+from colo.trl.checks import check_args, check_columns, check_options, is_awaited
 from colo.trl.flag import FOLDED
 from colo.weights.sources.peft import check_lora_config
 
@@ -144,8 +144,9 @@ def train(
     Raises: `ValueError` and `OSError` for what was given, before the model is loaded; as `ColoGRPOTrainer`.
     """
     # all checks come before the model is loaded, which takes minutes
-    checkpoint = _check_output(run, args)
     check_args(args)
+    check_options(args)
+    checkpoint = _check_output(run, args)
     revision = _revision(args, model)
     lora = _check_model(model, revision, folded=args.colo_fold_adapter)
     rewards = _rewards(run, args, revision)

@@ -17,11 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DynamoBackend
 from datasets import Dataset
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from transformers import GenerationConfig, Trainer, TrainingArguments, get_scheduler
+from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+from transformers.utils import is_liger_kernel_available
 
 from colo import unsloth
+from colo.engine import SamplingParams
+from colo.engines.sampling import TAKEN, check_taken
 from colo.engines.text import positions_of
+from colo.engines.torch import TorchEngine
 from colo.errors import Unsupported
 from colo.memory.storage import is_dtensor
 from colo.rl.logit_tiles import LogitStep
@@ -137,6 +146,125 @@ def _check_offloading(args: Any) -> None:
             "colo_offload_activations=True needs TRL 1.15 or newer, not "
             f"{importlib.metadata.version('trl')}: older ones would move the logits of all tokens too"
         )
+
+
+def check_options(args: Any, *, makes_optimizer: bool = True) -> None:
+    """Raise `ValueError` for options with which TRL's trainer fails only once its model is there.
+
+    What it makes of them is made here of one number, and dropped.
+    """
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name, None)
+        if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and field.name in _FINITE)):
+            raise ValueError(f"{field.name} must be a finite number, not {value}")
+    if not args.output_dir:
+        raise ValueError("output_dir is empty: name a folder")
+    if not 0 <= args.seed <= 2**32 - args.world_size:  # a rank adds its own number
+        raise ValueError(f"seed must be in 0 to {2**32 - args.world_size}, as NumPy takes it, not {args.seed}")
+    alpha = args.neftune_noise_alpha
+    if alpha is not None and not 0 <= alpha < 2**127:
+        raise ValueError(f"neftune_noise_alpha must be at least 0, and a number of fp32, not {alpha}")
+    if args.use_liger_kernel and not is_liger_kernel_available():
+        raise ValueError("use_liger_kernel needs liger-kernel: pip install liger-kernel, or leave it out")
+    if (args.save_strategy == "best" or args.load_best_model_at_end) and args.metric_for_best_model is None:
+        raise ValueError("save_strategy 'best' compares a metric: set metric_for_best_model, or another save_strategy")
+    of_evaluation = ("per_device_eval_batch_size", "eval_accumulation_steps", "num_generations_eval")
+    for name in ("num_iterations", *(of_evaluation if args.eval_strategy != "no" else ())):
+        if (count := getattr(args, name, None)) is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, not {count}")
+    for what, names, make in _MADE:
+        if make is _make_optimizer and not makes_optimizer:
+            continue
+        try:
+            make(args)
+        except Exception as error:
+            raise ValueError(f"{what} cannot be had ({error}): change {names}") from error
+
+
+_FINITE = ("learning_rate", "weight_decay", "beta", "warmup_steps")
+
+
+def _check_reports(args: Any) -> None:
+    wanted = [name for name in args.report_to if name not in ("none", "azure_ml", "flyte")]  # two that are not listed
+    get_reporting_integration_callbacks(wanted)
+    there = get_available_reporting_integrations()
+    if lacking := [name for name in wanted if name not in there]:
+        raise ImportError(f"{', '.join(lacking)} is not installed here, but {', '.join(there) or 'none'}")
+
+
+def _make_optimizer(args: Any) -> None:
+    kind: Any = torch.optim.SGD
+    options: dict[str, Any] = {"lr": args.learning_rate}
+    try:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
+    except ValueError as error:
+        if "`model`" not in str(error):  # a few read the model's layers: of those the schedule alone is made
+            raise
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **options)
+    steps = TrainingArguments.get_warmup_steps(args, 2)
+    get_scheduler(args.lr_scheduler_type, optimizer, steps, 2, scheduler_specific_kwargs=args.lr_scheduler_kwargs)
+
+
+def _make_loader(args: Any) -> None:
+    workers = args.dataloader_num_workers
+    options: dict[str, Any] = {"persistent_workers": args.dataloader_persistent_workers, "pin_memory": False}
+    options |= {"prefetch_factor": args.dataloader_prefetch_factor} if workers else {}
+    context = getattr(args, "dataloader_multiprocessing_context", None)
+    size, one = args.per_device_train_batch_size * args.steps_per_generation, Dataset.from_dict({"prompt": [""]})
+    DataLoader(one, size, num_workers=workers, multiprocessing_context=context, **options)
+
+
+def _checkpoint(args: Any) -> None:
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        given = getattr(args, f"{name}_kwargs", None)
+        if given is not None and getattr(args, name, False):
+            if not isinstance(given, Mapping):
+                raise TypeError(f"{given!r} is not a mapping")
+            one = torch.zeros(1, device="cpu", requires_grad=True)
+            checkpoint(torch.neg, one, **{"use_reentrant": False, **given})
+
+
+def _compile(args: Any) -> None:
+    if args.torch_compile:
+        DynamoBackend(str(args.torch_compile_backend).upper())
+        if args.torch_compile_mode is not None and str(args.torch_compile_backend).lower() == "inductor":
+            torch._inductor.list_mode_options(args.torch_compile_mode)
+
+
+def _sample(args: Any) -> None:
+    given = {"max_tokens": args.max_completion_length, "temperature": args.temperature, "top_p": args.top_p}
+    given |= {"top_k": args.top_k or 0, "min_p": args.min_p or 0.0, "repetition_penalty": args.repetition_penalty}
+    given |= {"structured_outputs": args.vllm_structured_outputs_regex} | (args.generation_kwargs or {})
+    given = {name: value for name, value in given.items() if value is not None}
+    if getattr(args, "colo_engine", None) == "torch":
+        given = check_taken(given, TorchEngine.called, TorchEngine.or_else)
+    SamplingParams(**{name: value for name, value in given.items() if name in TAKEN})
+    GenerationConfig(cache_implementation=getattr(args, "cache_implementation", None))  # which TRL makes in any case
+
+
+_MADE: Sequence[tuple[str, str, Callable[[Any], None]]] = (
+    ("loggers", "report_to", _check_reports),
+    (
+        "optimizer and schedule",
+        "optim, optim_args, learning_rate, adam_beta1, adam_beta2, adam_epsilon, lr_scheduler_type, "
+        "lr_scheduler_kwargs or warmup_steps",
+        _make_optimizer,
+    ),
+    (
+        "batches",
+        "per_device_train_batch_size, steps_per_generation, generation_batch_size or what begins with dataloader_",
+        _make_loader,
+    ),
+    ("checkpointed activations", "gradient_checkpointing_kwargs or activation_checkpointing_kwargs", _checkpoint),
+    ("torch.compile", "torch_compile_backend or torch_compile_mode", _compile),
+    (
+        "completions",
+        "max_completion_length, temperature, top_p, top_k, min_p, repetition_penalty, cache_implementation, "
+        "vllm_structured_outputs_regex or generation_kwargs",
+        _sample,
+    ),
+)
+"""Parts of a run, the options that they are made of, and what makes them."""
 
 
 _DEEPSPEED = "colo does not know DeepSpeed's partitioned state: train without it"

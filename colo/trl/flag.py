@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from transformers import AutoConfig, AutoProcessor, BitsAndBytesConfig, set_seed
+from transformers import AutoConfig, AutoProcessor, BitsAndBytesConfig, Trainer, set_seed
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.models.activation_offloading import OffloadActivations
 from trl.trainer import grpo_trainer
@@ -22,7 +22,15 @@ from colo.assembly.launch import refuse_adapted_head, revision_of, start, tokeni
 from colo.config import MomentDtype, Offload, OptimizerState, RuntimeConfig
 from colo.errors import Unsupported
 from colo.trl.attachment import ATTACHED, add_tokenizer, add_vllm_options, attach
-from colo.trl.checks import PromptReader, check_args, check_checkpoint, check_columns, check_output, check_released
+from colo.trl.checks import (
+    PromptReader,
+    check_args,
+    check_checkpoint,
+    check_columns,
+    check_options,
+    check_output,
+    check_released,
+)
 from colo.trl.generation import initialized_once
 from colo.trl.partial import PartialRollouts
 from colo.weights.sources.peft import active_adapters, check_lora_config
@@ -41,6 +49,9 @@ _SWITCHES = (
     "colo_seeded",
     "colo_partial_rollouts",
 )
+
+_OF_OPTIMIZER = ("optimizers", "optimizer_cls_and_kwargs")
+"""Arguments of a trainer in the place of options for an optimizer."""
 
 T = TypeVar("T")
 
@@ -249,6 +260,8 @@ class _WithEngine:
             return
         args.refuse_use_vllm()
         check_args(args)
+        is_made = getattr(type(self), "create_optimizer", None) is Trainer.create_optimizer  # by the options
+        check_options(args, makes_optimizer=is_made and not any(options.get(name) for name in _OF_OPTIMIZER))
         check_output(args.output_dir)
         # before an engine is started, which takes a minute
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]

@@ -444,6 +444,39 @@ def test_a_start_that_fails_leaves_the_config_as_it_was(make):
     assert args[0].model_init_kwargs == given
 
 
+@pytest.mark.parametrize("kind", [ColoGRPOTrainer, ColoRLOOTrainer])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"report_to": "comet_ml"}, r"loggers cannot be had \(comet_ml is not installed here"),
+        ({"seed": 2**32}, "seed must be in 0 to 4294967295"),
+        (
+            {"learning_rate": -1.0},
+            r"optimizer and schedule cannot be had \(Invalid learning rate: -1.0\): change optim",
+        ),
+        (
+            {"generation_kwargs": {"stop_token_ids": [1.5]}},
+            r"completions cannot be had \(stop_token_ids must be a list",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_fail_later_are_refused_before_an_engine_starts(make, monkeypatch, kind, changes, words):
+    monkeypatch.setattr("colo.trl.flag.start", None)
+    with pytest.raises(ValueError, match=words):
+        make(kind=kind, config=CONFIGS[kind is ColoRLOOTrainer], **FLAG, **changes)
+
+
+def test_an_optimizer_of_a_subclass_takes_the_place_of_options_for_one(make):
+    class Mine(ColoGRPOTrainer):
+        def create_optimizer(self, *_):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    trainer = make_flagged(make, kind=Mine, optim="galore_adamw")
+    assert isinstance(trainer.optimizer.optimizer, torch.optim.SGD)
+
+
 def test_what_colo_does_not_do_is_refused_before_an_engine_starts(make, monkeypatch):
     monkeypatch.setattr("colo.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
     with pytest.raises(Unsupported, match="vllm_tensor_parallel_size=2: colo runs an engine on each GPU"):
