@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -105,7 +106,7 @@ class Record:
         """`complete`, or the reason that it is not; what the file says of a process that cannot say it any more."""
 
         self._path = path
-        self._circumstances = circumstances()
+        self._circumstances = {"commit": _commit()} | circumstances()
 
     def begin_round(self) -> None:
         """Measure everything once more: the rows so far are another round's."""
@@ -140,6 +141,15 @@ class Record:
         limit = {name: statistics.median(values) for name, values in limits.items()}
         found = about | {"ended": self.ended, "limit": limit, "rows": [row for row, _ in of_rounds(self.rounds)]}
         return found if len(self.rounds) == 1 else found | {"rounds": self.rounds}
+
+
+def _commit() -> str | None:
+    """Ask git for the commit that is measured; changed files show as `-dirty`."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        return None
 
 
 def of_rounds(rounds: Iterable[Iterable[Row]]) -> list[tuple[Row, Spread]]:

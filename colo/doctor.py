@@ -17,6 +17,7 @@ import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
 from itertools import chain
@@ -466,11 +467,25 @@ def circumstances() -> dict[str, Any]:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         machine |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+        machine["driver"] = _driver()
     found = {"python": platform.python_version()}
     for name in ("colo-rl", *EXAMINED):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return {"machine": machine, "versions": found | {"torch": torch.__version__}}
+    today = datetime.now(UTC).date().isoformat()
+    return {"date": today, "machine": machine, "versions": found | {"torch": torch.__version__}}
+
+
+def _driver() -> str | None:
+    nvml = importlib.import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None
+    try:
+        return str(nvml.nvmlSystemGetDriverVersion())
+    finally:
+        nvml.nvmlShutdown()
 
 
 def to_json(findings: Sequence[Finding]) -> list[dict[str, str]]:

@@ -21,6 +21,7 @@ from tests.checkpoints import save_checkpoint
 
 DEMO_KEYS = {
     "command",
+    "date",
     "machine",
     "versions",
     "engine",

@@ -3,6 +3,7 @@ import importlib.metadata
 import io
 import json
 import resource
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +161,18 @@ class FakeNVML:
 
 def examine_gpus(root, nvml):
     return {f.name: f for f in doctor.gpus(root, lambda name: {"pynvml": nvml}[name])}
+
+
+@pytest.mark.parametrize(("missing", "driver"), [(False, "590.44"), (True, None)])
+def test_figures_name_the_driver(monkeypatch, missing, driver):
+    nvml = FakeNVML(missing=missing)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
+    machine = doctor.circumstances()["machine"]
+    assert (machine["gpu"], machine["driver"]) == ("NVIDIA H200", driver)
+    assert nvml.open == 0
 
 
 def test_a_gpu_is_described_with_its_memory_processes_and_node(tmp_path):

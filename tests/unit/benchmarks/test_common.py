@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import time
+from datetime import UTC, date, datetime
 
 import psutil
 import pytest
@@ -37,13 +38,30 @@ def test_every_row_is_in_the_file_as_soon_as_it_is_there_with_its_circumstances(
     for rows in ([{"way": "colo", "bytes": 8}], [{"way": "colo", "bytes": 8}, {"way": "other", "bytes": 9}]):
         record.add(rows[-1])
         found = json.loads(path.read_text())
-        assert set(found) == {"benchmark", "command", "machine", "versions", "ended", "limit", "rows"}
+        about = {"benchmark", "command", "commit", "date", "machine", "versions"}
+        assert set(found) == about | {"ended", "limit", "rows"}
         assert (found["benchmark"], found["command"]) == ("offload", "python -m benchmarks offload")
         assert (found["limit"], found["rows"]) == ({"out": 1.5}, rows)
         assert found["ended"] == "killed", "as long as nobody has said how it ended"
     record.show([{"way": "all anew"}])
     assert json.loads(path.read_text())["rows"] == [{"way": "all anew"}]
     assert [file.name for file in path.parent.iterdir()] == ["figures.json"]
+
+
+def test_figures_name_the_commit_and_the_day_that_they_are_of(monkeypatch, tmp_path):
+    before, found, after = datetime.now(UTC).date(), Record("offload", "").to_json(), datetime.now(UTC).date()
+    assert before <= date.fromisoformat(found["date"]) <= after
+    (tmp_path / "benchmarks").mkdir()
+    monkeypatch.setattr("benchmarks.common.__file__", str(tmp_path / "benchmarks" / "common.py"))
+    assert Record("offload", "").to_json()["commit"] is None, "outside of a checkout there is none"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert Record("offload", "").to_json()["commit"] == head[:12]
+    (tmp_path / "new").touch()
+    subprocess.run([*git, "add", "new"], check=True)
+    assert Record("offload", "").to_json()["commit"] == f"{head[:12]}-dirty"
 
 
 def of_three_rounds(path=None):
