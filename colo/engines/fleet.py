@@ -465,7 +465,7 @@ def _taker_of(engine: Engine) -> SliceTaker | None:
     return engine.slice_taker if isinstance(engine, TakesSlices) else None
 
 
-class FleetTakesSlices:
+class FleetTakesSlices(SliceTaker):
     """A `SliceTaker` of all engines of a fleet, one after another in a plan. One that is lost leaves the fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -475,19 +475,9 @@ class FleetTakesSlices:
         self._look()
 
     @property
-    def members(self) -> Hashable:
+    def members(self) -> Hashable:  # type: ignore[override]
         """Changes as engines come and go."""
         return tuple(map(id, self._fleet.present()))
-
-    @property
-    def address(self) -> str:
-        """This machine's, as the first engine reaches it."""
-        return next((taker.address for taker in self._takers.values()), "")
-
-    @property
-    def deadline_s(self) -> float:
-        """Seconds of silence after which the most patient counts an engine as lost."""
-        return max((taker.deadline_s for taker in self._takers.values()), default=0.0)
 
     def taken(self, weights: Mapping[str, torch.Tensor]) -> list[list[Taken]]:
         """Ask each engine what its ranks take. Raises: `Unsupported` for an engine that takes whole weights only."""
@@ -534,6 +524,8 @@ class FleetTakesSlices:
         if not takers:
             raise self._fleet.none_left()
         self._takers = {member: taker for member, taker in takers.items() if taker is not None}
+        self.address = next(iter(self._takers.values())).address  # as the first engine reaches this machine
+        self.deadline_s = max(taker.deadline_s for taker in self._takers.values())  # the most patient one's
 
     def _each(self, call: Callable[[SliceTaker, int], T], first: int = 0) -> dict[_Member, T]:
         """Call for all engines at once, with the number of each one's first rank. One that is lost leaves."""

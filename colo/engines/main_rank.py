@@ -26,7 +26,7 @@ from colo.engines.sampling import seeded_each
 from colo.errors import EngineLost, Unsupported
 from colo.phases.phase import ENGINE_KV_CACHE, ENGINE_WEIGHTS, FixedSegment, Residency, Segment
 from colo.weights.ranks import RankGroup
-from colo.weights.transports.remote import NoEngine, SliceTaker, TakesSlices
+from colo.weights.transports.remote import SliceTaker, TakesSlices
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ class MainRankEngine(EngineBase):
         """The engine's taker, which every rank sends slices to; `None` where it takes whole weights only."""
         if not self._facts["takes_slices"]:
             return None
-        return self.engine.slice_taker if isinstance(self.engine, TakesSlices) else NoEngine()
+        return self.engine.slice_taker if isinstance(self.engine, TakesSlices) else SliceTaker()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int | None:
         """Load into the engine what all ranks gather; return the bytes that rank 0 sent. A collective."""

@@ -32,7 +32,7 @@ from colo.engines.vllm.wire import COLO
 from colo.errors import TransferError, Unsupported
 from colo.weights.meeting import meet_at
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.remote import NoEngine, RemoteSlices, SliceTaker
+from colo.weights.transports.remote import RemoteSlices, SliceTaker
 
 
 @dataclass
@@ -77,7 +77,7 @@ class ColoTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         self._transport = None
         if not weights.is_sharded and not init_info.is_sender:
             return self
-        taker: SliceTaker = _FourCalls(client, init_info) if init_info.is_sender else NoEngine()
+        taker: SliceTaker = _FourCalls(client, init_info) if init_info.is_sender else SliceTaker()
         self._transport = RemoteSlices(weights, taker, device=device, why_not_shared="vLLM's own calls were asked for")
         weights.settle_names()
         return self

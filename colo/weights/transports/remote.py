@@ -102,23 +102,24 @@ class PlanWords:
             return cls(held, taken, tuple(map(str, wire["order"])), int(wire["bucket_bytes"]))
 
 
-class SliceTaker(Protocol):
-    """An engine elsewhere, or several, asked by the rank of the trainer that has them; their ranks are in order."""
+class SliceTaker:
+    """An engine elsewhere, or several, asked by the rank of the trainer that has them; their ranks are in order.
 
-    @property
-    def address(self) -> str:
-        """This machine's, as the engine reaches it; empty where there is no engine."""
+    As it is here it is of a rank without an engine: a kind of engine has a class of its own.
+    """
 
-    @property
-    def deadline_s(self) -> float:
-        """Seconds of silence after which the engine counts as lost."""
+    address: str = ""
+    """This machine's, as the engine reaches it; empty where there is no engine."""
 
-    @property
-    def members(self) -> Hashable:
-        """Changes where another engine, or one more or less, takes slices from now on."""
+    deadline_s: float = 0.0
+    """Seconds of silence after which the engine counts as lost."""
+
+    members: Hashable = None
+    """Changes where another engine, or one more or less, takes slices from now on."""
 
     def taken(self, weights: Mapping[str, torch.Tensor]) -> list[list[Taken]]:
         """Ask each engine what its ranks take of weights, given whole and without data. Raises: as their loaders."""
+        return []
 
     def plan(self, words: PlanWords, first: int) -> None:
         """Plan in each of its ranks, whose numbers in the plan begin with `first`."""
@@ -134,6 +135,7 @@ class SliceTaker(Protocol):
 
     def sums(self) -> list[list[int]]:
         """Digests of what lies in each of its ranks, in the order of the plan."""
+        return []
 
 
 @runtime_checkable
@@ -143,32 +145,6 @@ class TakesSlices(Protocol):
     @property
     def slice_taker(self) -> SliceTaker | None:
         """The taker of slices for it; `None` where it takes whole weights only, or is not elsewhere."""
-
-
-class NoEngine:
-    """The `SliceTaker` of a rank without an engine."""
-
-    address, deadline_s, members = "", 0.0, None
-
-    def taken(self, weights: Mapping[str, torch.Tensor]) -> list[list[Taken]]:
-        """Nothing."""
-        return []
-
-    def plan(self, words: PlanWords, first: int) -> None:
-        """Do nothing."""
-
-    def meet(self, meeting: Meeting, first: int, deadline_s: float) -> None:
-        """Do nothing."""
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def take(self) -> None:
-        """Do nothing."""
-
-    def sums(self) -> list[list[int]]:
-        """Nothing."""
-        return []
 
 
 class TakesWholeWeights(Unsupported):
@@ -190,7 +166,7 @@ class RemoteSlices(SlicesTransport):
         why_not_shared: str,
         bucket_bytes: int | None = None,
     ) -> None:
-        """`taker` is of this rank's engine, or `NoEngine`.
+        """`taker` is of this rank's engine, or a plain `SliceTaker`.
 
         Raises: as `SlicesTransport`; `TakesWholeWeights`, on every rank, where an engine takes no slices.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -26,7 +26,7 @@ from colo.memory.share import spec_of
 from colo.memory.specs import TensorSpec
 from colo.weights.delta import BucketSums, DeltaBase
 from colo.weights.meeting import Meeting
-from colo.weights.transports.remote import PlanWords, Taken
+from colo.weights.transports.remote import PlanWords, SliceTaker, Taken
 
 
 class WeightsElsewhere:
@@ -148,10 +148,8 @@ class WeightsElsewhere:
             yield name, tensor
 
 
-class AsksForSlices(ABC):
+class AsksForSlices(SliceTaker, ABC):
     """A `SliceTaker` of vLLM's workers, which are asked for the steps of `SliceSteps`."""
-
-    members: Hashable = None
 
     def __init__(self, address: str, deadline_s: float) -> None:
         """`address` is this machine's, as the workers reach it."""

@@ -17,7 +17,7 @@ from colo.memory.load_plan import LoadPlan
 from colo.weights import exchange
 from colo.weights.meeting import Meeting, Signals, in_thread, join, meet, meet_at
 from colo.weights.sources.module import ModuleSource
-from colo.weights.transports.remote import NoEngine, PlanWords, RemoteSlices, SliceTarget, Taken, what_is_taken
+from colo.weights.transports.remote import PlanWords, RemoteSlices, SliceTaker, SliceTarget, Taken, what_is_taken
 from tests.unit.weights.transports.test_slices import LAYOUTS, Net, engine_memory, is_same, loaded
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_every_rank_of_an_engine_holds_what_its_loader_would_have_copied(ranks, 
 
     def body(rank):
         whole, model = models(shard, size)
-        taker = Threads(tp) if rank == 0 else NoEngine()
+        taker = Threads(tp) if rank == 0 else SliceTaker()
         transport = transport_to(taker, model)
         held = []
         for step in range(3):
@@ -164,7 +164,7 @@ def test_bytes_that_an_engine_does_not_hold_are_named_on_every_rank(ranks):
 
     def body(rank):
         _, model = models(shard, size)
-        taker = Threads(2) if rank == 1 else NoEngine()
+        taker = Threads(2) if rank == 1 else SliceTaker()
         transport = transport_to(taker, model)
         transport.transfer()
         if rank == 1:
@@ -182,7 +182,7 @@ def test_a_look_at_what_an_engine_holds_that_fails_spoils_no_later_transfer(rank
 
     def body(rank):
         whole, model = models(shard, size)
-        taker = Threads(2) if rank == 0 else NoEngine()
+        taker = Threads(2) if rank == 0 else SliceTaker()
         transport = transport_to(taker, model)
         transport.transfer()
         change(whole, model, 1)
@@ -215,7 +215,7 @@ def test_an_interrupt_while_ranks_meet_is_told_to_the_others(ranks):
 
     def body(rank):
         _, model = models(shard, size)
-        taker, over = Threads(2) if rank == 0 else NoEngine(), threading.Event()
+        taker, over = Threads(2) if rank == 0 else SliceTaker(), threading.Event()
         if rank == 0:
             taker.meet = lambda *arguments: over.wait(50)
             interrupting(1.5)
@@ -312,7 +312,7 @@ def test_nobody_listens_for_a_group_that_was_dropped_or_was_never_whole(ranks):
 def test_ranks_without_an_engine_are_refused():
     _, model = models()
     with pytest.raises(Unsupported, match="no rank of the trainer has an engine that takes slices"):
-        transport_to(NoEngine(), model)
+        transport_to(SliceTaker(), model)
 
 
 def test_a_buffer_that_an_engine_does_not_know_is_left_out_on_every_rank(ranks):
@@ -322,7 +322,7 @@ def test_a_buffer_that_an_engine_does_not_know_is_left_out_on_every_rank(ranks):
         whole, model = models()
         model.register_buffer("positions", torch.arange(3.0))
         shard(model, size)
-        taker = Threads(2) if rank == 0 else NoEngine()
+        taker = Threads(2) if rank == 0 else SliceTaker()
         transport = transport_to(taker, model)
         for step in range(2):
             transport.transfer()
@@ -342,7 +342,7 @@ def test_a_failure_of_an_engine_is_told_on_every_rank_and_the_next_transfer_goes
 
     def body(rank):
         whole, model = models(shard, size)
-        taker = Threads(2) if rank == 0 else NoEngine()
+        taker = Threads(2) if rank == 0 else SliceTaker()
         transport = transport_to(taker, model)
 
         def transferred():
@@ -375,7 +375,7 @@ def test_a_failure_of_a_rank_is_told_on_every_other(ranks, failing, monkeypatch)
 
     def body(rank):
         whole, model = models(shard, size)
-        taker = Threads(2) if rank == 0 else NoEngine()
+        taker = Threads(2) if rank == 0 else SliceTaker()
         transport = transport_to(taker, model)
         transport.transfer()
         change(whole, model, 1)
@@ -400,7 +400,7 @@ def test_an_engine_that_receives_nothing_is_waited_for_no_longer_than_its_deadli
 
     def body(rank):
         whole, model = models(shard, size)
-        taker = Threads(2, deadline_s=8.0) if rank == 0 else NoEngine()
+        taker = Threads(2, deadline_s=8.0) if rank == 0 else SliceTaker()
         transport = transport_to(taker, model, bucket_bytes=100)
         over = threading.Event()
 
@@ -426,7 +426,7 @@ def test_an_engine_that_receives_nothing_is_waited_for_no_longer_than_its_deadli
 def test_weights_that_an_engine_takes_whole_or_not_at_all_are_refused():
     _, model = models()
 
-    class Refuses(NoEngine):
+    class Refuses(SliceTaker):
         def __init__(self, *taken):
             self.found = [list(taken)]
 
