@@ -17,6 +17,7 @@ from colo.engines.buckets import Slab, bucket_bytes, buckets
 from colo.engines.elsewhere import Broadcast, Broadcaster, WeightsFolder
 from colo.engines.http import Body
 from colo.engines.sglang.weights import payloads
+from colo.memory.share import dtype_name
 
 Requests = Generator[tuple[str, Body], None, None]
 """Paths and bodies; the server has answered one when the next is asked for. Close it where one has failed."""
@@ -118,7 +119,7 @@ class BroadcastWay(Way):
             with self._broadcaster.sending(bucket) as ordered:
                 told: Body = {
                     "names": [name for name, _ in ordered],
-                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+                    "dtypes": [dtype_name(tensor) for _, tensor in ordered],
                     "shapes": [list(tensor.shape) for _, tensor in ordered],
                 }
                 group = {"group_name": self._broadcaster.name}

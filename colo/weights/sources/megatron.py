@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from colo.errors import TransferError, Unsupported
+from colo.memory.share import dtype_name
 from colo.memory.specs import TensorSpec
 from colo.weights.boxes import PlacedPart
 from colo.weights.sources.module import saved_buffers
@@ -42,8 +43,7 @@ class _Told:
 
     @classmethod
     def of(cls, one: HeldTensor) -> _Told:
-        dtype = str(one.tensor.dtype).removeprefix("torch.")
-        return cls(one.key, dtype, one.whole, one.offset, tuple(one.tensor.shape))
+        return cls(one.key, dtype_name(one.tensor), one.whole, one.offset, tuple(one.tensor.shape))
 
 
 class MegatronSource:

@@ -19,12 +19,12 @@ from torch import nn
 
 from colo.errors import StaleWeights, TransferError
 from colo.memory.load_plan import Part, num_covered
-from colo.memory.share import dtype_name
+from colo.memory.share import spec_of
 from colo.memory.specs import TensorSpec
 from colo.memory.storage import local_shard
 from colo.weights.boxes import PlacedPart, parts_of
 from colo.weights.ranks import RankGroup
-from colo.weights.sources.base import Gathered, in_layers, plain_name
+from colo.weights.sources.base import Gathered, WeightSource, in_layers, plain_name
 from colo.weights.sources.heads import added_heads, is_peft_model
 from colo.weights.sources.peft import adapter_settings, adapter_weights
 
@@ -49,7 +49,7 @@ _UNKNOWN = ("KeyError", "no module or parameter named", "has no parameter")
 """Words of loaders about a name that they do not know: vLLM's, in two ways, and the embedded engine's."""
 
 
-class ModuleSource:
+class ModuleSource(WeightSource):
     """The base weights of a model: what an engine loads, without adapters.
 
     Iterating gives `(name, tensor)` with the plain Hugging Face names, each tied tensor once. Tensors are looked up
@@ -60,8 +60,6 @@ class ModuleSource:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.foreign: set[str] = set()
-        """Names of buffers that are no weights of the engine's; see `given_to`."""
-
         self.heads = added_heads(model)
         """Names of modules that train along and are not the engine's; see `colo.weights.sources.heads`."""
 
@@ -75,10 +73,7 @@ class ModuleSource:
         # first, since FSDP2's parameters are `DTensor`s only while they are sharded
         self.reshard()
         self.ranks = RankGroup(model.parameters())
-        """The ranks that weights are sharded over."""
-
         self.is_sharded = not self.ranks.is_alone
-        """True if some are sharded over ranks."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return cached items while the model has the same tensors under the same names: finding them is slow."""
@@ -106,7 +101,7 @@ class ModuleSource:
 
     def specs(self) -> list[TensorSpec]:
         """Every base weight, whole and without data, in order."""
-        return [TensorSpec(name, dtype_name(t), tuple(t.shape), tuple(t.stride())) for name, t in self]
+        return [spec_of(name, tensor) for name, tensor in self]
 
     def parts(self) -> list[PlacedPart]:
         """Parts of every base weight on this rank: all of it, or the boxes of a `DTensor`."""
@@ -207,10 +202,6 @@ class ModuleSource:
                 "the runtime and build another, with an optimizer of the adapter's parameters"
             )
         return adapter_settings(cast("PeftModel", self.model))
-
-    def renew(self) -> int:
-        """Do nothing: the weights are the model's own tensors."""
-        return 0
 
     def fingerprint(self) -> Hashable:
         """Changes when a base weight is written to or replaced, except through `.data`, which torch does not count."""

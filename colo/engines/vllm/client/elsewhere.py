@@ -22,7 +22,7 @@ from colo.engines.vllm.client import WorkerLink
 from colo.errors import TransferError
 from colo.log import logger
 from colo.memory.digest import Digest
-from colo.memory.share import spec_of
+from colo.memory.share import dtype_name, spec_of
 from colo.memory.specs import TensorSpec
 from colo.weights.delta import BucketSums, DeltaBase
 from colo.weights.meeting import Meeting
@@ -77,7 +77,7 @@ class WeightsElsewhere:
         """
         if self._refusal:
             return
-        parameters = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in specs.items()]
+        parameters = [TensorSpec(n, dtype_name(t), tuple(t.shape)) for n, t in specs.items()]
         asked = wire.Land(parameters=[spec.to_wire() for spec in parameters])
         landed = [wire.Landed.from_wire(answer) for answer in self._link.call(asked)]
         if refusal := next((one.refusal for one in landed if one.refusal is not None), None):
@@ -132,7 +132,7 @@ class WeightsElsewhere:
                 link.call(wire.JoinGroup(meeting=asdict(meeting), deadline_s=link.deadline_s))
         for bucket in buckets(tensors, bucket_bytes(link.device)):
             with broadcaster.sending(bucket) as sent:
-                shapes = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in sent]
+                shapes = [(name, dtype_name(t), list(t.shape)) for name, t in sent]
                 told = wire.ReloadBroadcast(weights=shapes, changes=changes)
                 arrived = link.call(told)
             expected = Digest.of({name: tensor.detach().contiguous() for name, tensor in sent}).sums
