@@ -183,10 +183,12 @@ def test_where_cuda_ipc_maps_nothing_host_memory_is_in_between():
 @pytest.mark.parametrize(("own_process", "enforce_eager"), [(True, True), (False, True), (True, False)])
 def test_later_versions_of_an_adapter_are_written_in_place(own_process, enforce_eager):
     pytest.importorskip("vllm")
+    options = {"own_process": own_process, "enforce_eager": enforce_eager}
+    few = {"max_num_seqs": len(PROMPTS)}  # CUDA graphs for a thousand, twice with adapters, take minutes
     rt = colo.launch(
         config(),
         engine="vllm",
-        engine_options=OPTIONS | {"share_memory": True, "own_process": own_process, "enforce_eager": enforce_eager},
+        engine_options=OPTIONS | {"share_memory": True} | options | few,
         lora=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
         optimizer=lambda params: AdamW(params, lr=1e-2, fused=True),
         device=CUDA,
