@@ -32,6 +32,7 @@ from colo.memory.uninterrupted import uninterrupted
 from colo.rl.logprob import model_logprobs
 from colo.rl.loss import Aggregation, GRPOLossConfig, group_advantages, grpo_loss
 from colo.rl.rewards import (
+    GIVEN,
     RewardFunction,
     bound,
     call_reward,
@@ -69,6 +70,13 @@ class Problem:
     answer: Any = None
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Arguments of reward functions beside `answer`, by the names of their parameters."""
+
+    def __post_init__(self) -> None:
+        taken = [*GIVEN, *(["answer"] if self.answer is not None else [])]
+        if twice := [name for name in taken if name in self.columns]:
+            raise ValueError(
+                f"columns hold {', '.join(twice)}, which rewards are called with already: give the column another name"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,8 @@ Of the columns a function without `**` gets those that it names. Completions are
 one message each; `completion_ids` are their tokens.
 """
 
-_ALWAYS = ("prompts", "completions")
+GIVEN = ("prompts", "completions", "completion_ids")
+"""Arguments of every function, beside columns."""
 
 
 def named_rewards(
@@ -65,7 +66,7 @@ def check_columns(name: str, function: RewardFunction, columns: Iterable[str]) -
     """Raise `ValueError` where a reward needs something that is neither a prompt, a completion nor a column."""
     there = [*columns]
     needed = [p.name for p in _parameters(function) if p.default is p.empty and p.kind in _BY_NAME]
-    if missing := [wanted for wanted in needed if wanted not in (*_ALWAYS, "completion_ids", *there)]:
+    if missing := [wanted for wanted in needed if wanted not in (*GIVEN, *there)]:
         has = f"has {', '.join(there)}" if there else "has none"
         raise ValueError(
             f"reward {name!r} takes {', '.join(missing)}, and of columns the dataset {has}: rename the column or the "

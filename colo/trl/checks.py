@@ -520,6 +520,7 @@ def check_columns(
 ) -> None:
     """Raise `ValueError` for columns that TRL or a reward function asks for and a dataset does not have.
 
+    Also for columns that are called as what TRL gives every reward, which would have two of them.
     Also for a row whose prompt TRL could not tokenize, or of which nothing could be sampled: the error would come with
     the step that draws it. Of prompts of several kinds one of each is read with what `read_by` returns, if anything.
     Raises `Unsupported` for images.
@@ -548,6 +549,12 @@ def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, 
     for reward in rewards:
         if isinstance(reward, torch.nn.Module) or not callable(reward):
             continue
+        name = getattr(reward, "__name__", type(reward).__name__)
+        if twice := [given for given in ("prompts", "completions") if given in columns]:
+            raise ValueError(
+                f"reward {name!r} is called with the {' and '.join(twice)} of a step, and {has}: rename the column, "
+                "which would be the same argument"
+            )
         try:
             parameters = inspect.signature(reward).parameters.values()
         except (TypeError, ValueError):  # of a builtin, which has none
@@ -555,8 +562,7 @@ def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, 
         needed = [
             p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
-        if lacking := [name for name in needed if name not in columns and name not in _GIVEN_BY_TRL]:
-            name = getattr(reward, "__name__", type(reward).__name__)
+        if lacking := [needs for needs in needed if needs not in columns and needs not in _GIVEN_BY_TRL]:
             raise ValueError(
                 f"reward {name!r} takes {', '.join(lacking)}, and {has}: add the column, or give it a default"
             )

@@ -536,6 +536,13 @@ def test_a_reward_that_needs_a_column_which_is_not_there_is_refused_at_once(rt):
     assert len(list(grpo(rt, [[Problem(prompt=(1,), answer=2)]], [right], CONFIG))) == 1
 
 
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "answer"])
+def test_a_column_that_would_stand_for_what_rewards_are_called_with_is_refused(name):
+    with pytest.raises(ValueError, match=f"columns hold {name}, which rewards are called with already: give"):
+        Problem(prompt=(1,), answer=2, columns={"token": 3, name: 4})
+    assert Problem(prompt=(1,), columns={"answer": 4}).columns == {"answer": 4}
+
+
 @pytest.mark.parametrize("value", [None, "1", math.nan, math.inf])
 @pytest.mark.parametrize("several", [True, False])
 def test_a_bad_reward_is_named_with_its_step_and_trains_nothing(rt, value, several):

@@ -394,6 +394,9 @@ def test_columns_that_are_there_are_enough():
     check_columns([answered, len, torch.nn.Linear(1, 1), "a/model"], sums())
     check_columns([answered], sums().to_iterable_dataset().map(lambda row: row))  # whose columns are not known
     check_columns([answered], None)
+    check_columns(
+        [torch.nn.Linear(1, 1), "a/model"], sums().add_column("prompts", ["3"] * 32)
+    )  # called with texts alone
 
 
 @pytest.mark.parametrize(
@@ -404,8 +407,13 @@ def test_columns_that_are_there_are_enough():
             r"reward 'answered' takes answer, and the dataset has prompt: add the column",
         ),
         (sums().rename_column("prompt", "question"), r"the dataset has question, answer, and no 'prompt': rename"),
+        (
+            sums().add_column("completions", ["3"] * 32),
+            r"'answered' is called with the completions of a step, and the dataset has prompt, .*, completions: rename",
+        ),
+        (sums().add_column("prompts", ["3"] * 32), r"the prompts of a step, and the dataset has prompt, .*: rename"),
     ],
-    ids=["a reward's", "the prompt"],
+    ids=["a reward's", "the prompt", "completions twice", "prompts twice"],
 )
 def test_a_column_that_is_missing_is_named(dataset, words):
     with pytest.raises(ValueError, match=words):
@@ -583,6 +591,8 @@ def test_a_missing_column_is_named_before_a_model_is_loaded(tmp_path):
     args = ColoGRPOConfig(**options(tmp_path), fast_inference=True, colo_engine="torch")
     with pytest.raises(ValueError, match="takes answer, and the dataset has prompt"):
         ColoGRPOTrainer("no/such-model", answered, args, train_dataset=sums().remove_columns("answer"))
+    with pytest.raises(ValueError, match="is called with the prompts of a step"):
+        ColoGRPOTrainer("no/such-model", len, args, train_dataset=sums().add_column("prompts", ["3"] * 32))
 
 
 # ---- TRL's fused LM head ---------------------------------------------------------------------------------------------
