@@ -4,9 +4,9 @@ Each side runs in a process of its own, one after the other. A row has the most 
 use, and by how much the most that torch's allocator took from it exceeds the most that it has given out; of colo's also
 what it counts itself in each phase, what training has taken beside that, such as activations, and the host memory that
 its arena has pinned; seconds a step (median of all but the first two), from the end of one to the end of the next:
-TRL's own `step_time` leaves the optimizer's out; seconds in which weights were sent or phases changed, and the last
-reward. With `--card` another process holds the rest of the GPU, and is not counted. A side that fails, for want of
-memory say, has a row that says so. On a CPU the flag's side runs alone, with a tiny model.
+TRL's own `step_time` leaves the optimizer's out; seconds in which weights were sent or phases changed, of colo's also
+those of each phase, and the last reward. With `--card` another process holds the rest of the GPU, and is not counted. A
+side that fails, for want of memory say, has a row that says so. On a CPU the flag's side runs alone, with a tiny model.
 
 With `--context` completions are a fifth longer in each step, until one fails for want of memory, and `context` is the
 longest that a whole step took. Their first tokens are sampled, the others are drawn at random: every phase has what it
@@ -222,6 +222,8 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         "least_s": min(steps),
         "most_s": max(steps),
         "between_s": statistics.median(between[2:] or between),
+        "rollout_s": None if stock else _median_s(history, "colo/rollout_s"),
+        "train_s": None if stock else _median_s(history, "colo/train_s"),
         "peak_bytes": peak[0] or None,
         "cached_bytes": torch.cuda.max_memory_reserved() - torch.cuda.max_memory_allocated() if peak[0] else None,
         "rollout_bytes": None if stock else int(history[-1]["colo/rollout_gib"] * GIB),
@@ -231,6 +233,12 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         "reward": history[-1]["reward"],
         "mismatch": history[-1].get("sampling/sampling_logp_difference/mean"),
     }
+
+
+def _median_s(history: list[dict[str, float]], metric: str) -> float:
+    """Take the median of a metric, without the first two steps if there are more."""
+    values = [entry[metric] for entry in history]
+    return statistics.median(values[2:] or values)
 
 
 def _lengths(context: int) -> list[int]:
