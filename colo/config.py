@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -186,6 +187,11 @@ class RuntimeConfig:
                 object.__setattr__(self, entry.name, value)
             if value is None and entry.default is None:
                 continue
+            # NumPy's numbers and torch's as Python's, and whatever else can stand for an integer
+            value = value.tolist() if hasattr(value, "tolist") else value
+            if hasattr(type(value), "__index__") and not isinstance(value, bool):
+                value = operator.index(value)
+                object.__setattr__(self, entry.name, value)
             if not isinstance(value, int) or isinstance(value, bool):
                 size = " of bytes, such as 4 * 2**30, or a text such as '4GiB'" if entry.name.endswith("_bytes") else ""
                 raise TypeError(f"{entry.name} must be a whole number{size}, not {value!r}")

@@ -1,7 +1,9 @@
 import dataclasses
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
+import torch
 
 from colo.config import Offload, RuntimeConfig
 
@@ -56,6 +58,33 @@ def test_a_config_does_not_change_and_is_given_by_name():
 def test_a_policy_that_does_not_exist_is_answered_with_those_that_do():
     with pytest.raises(ValueError, match="offload must be one of auto, always, never, not 'sometimes'"):
         RuntimeConfig(offload="sometimes")
+
+
+class Index:
+    def __index__(self):
+        return 100_000
+
+
+NUMBERS = [f.name for f in fields(RuntimeConfig) if "int" in str(f.type)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "number", [np.int64(100_000), np.array(100_000), torch.tensor(100_000), Index()], ids=lambda n: type(n).__name__
+)
+def test_whole_numbers_may_be_of_any_kind(name, number):
+    found = getattr(RuntimeConfig(**{name: number}), name)
+    assert found == 100_000 and type(found) is int
+
+
+OTHERS = [np.True_, np.float64(3), np.array([3]), torch.tensor(True), torch.tensor(3.0)]
+
+
+@pytest.mark.parametrize("value", OTHERS, ids=repr)
+def test_other_numbers_of_numpy_and_torch_are_refused(value):
+    for name in ("kv_cache_bytes", "accumulation_steps"):
+        with pytest.raises(TypeError, match=f"{name} must be a whole number"):
+            RuntimeConfig(**{name: value})
 
 
 @pytest.mark.parametrize("value", [1.5, True])
