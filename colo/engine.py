@@ -15,6 +15,7 @@ withdraws it (after a failed update, or a wake from level 2) until `commit(versi
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -59,6 +60,9 @@ class SleepLevel(StrEnum):
     """Weights and KV cache are both dropped; waking asks for new weights."""
 
 
+_LEAST_TEMPERATURE = 1e-30
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Options for drawing tokens. Names and meanings follow vLLM's `SamplingParams`."""
@@ -70,7 +74,7 @@ class SamplingParams:
     """The most tokens to generate for one completion."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 is greedy."""
+    """Divides the logits; 0 is greedy, and less than 1e-30, by which fp32 cannot be divided, becomes that."""
 
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probabilities add up to at least this."""
@@ -105,6 +109,8 @@ class SamplingParams:
             check_number(name, getattr(self, name), Integral, "a whole number")
         for name in ("temperature", "top_p", "min_p"):
             check_number(name, getattr(self, name), Real, "a number")
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", _LEAST_TEMPERATURE)
         ids = _integers("stop_token_ids", self.stop_token_ids, "a list of token ids, such as [2]")
         object.__setattr__(self, "stop_token_ids", ids)
         if self.top_k == -1:
@@ -112,7 +118,7 @@ class SamplingParams:
         checks = {
             "n must be at least 1": self.n >= 1,
             "max_tokens must be at least 1": self.max_tokens >= 1,
-            "temperature must be at least 0": self.temperature >= 0,
+            "temperature must be at least 0 and finite": 0 <= self.temperature < math.inf,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be 0 (all) or positive": self.top_k >= 0,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,

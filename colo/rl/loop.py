@@ -102,9 +102,10 @@ class GRPOConfig:
                 why = ": advantages compare the completions of one problem" if name == "group_size" else ""
                 raise ValueError(f"{name} must be at least {least}, but is {getattr(self, name)}{why}")
         check_number("temperature", self.temperature, Real, "a number")
-        if not 0 < self.temperature < math.inf:
+        if not 1e-30 <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature must be positive and finite, for completions that differ, but is {self.temperature}"
+                f"temperature must be positive and finite, for completions that differ, but is {self.temperature}: "
+                "logits are divided by it in fp32, which takes 1e-30 and more"
             )
         if self.seed is not None:
             check_number("seed", self.seed, Integral, "a whole number")

@@ -104,8 +104,11 @@ def check_args(args: Any) -> None:
             "cast_lm_head_to_fp32=True makes the trainer's head another than the engine's: leave it out, colo computes "
             "log-probabilities in fp32"
         )
-    if not getattr(args, "temperature", 1.0) > 0:
-        raise ValueError(f"temperature must be above 0, not {args.temperature}: logits are divided by it")
+    if not 1e-30 <= getattr(args, "temperature", 1.0) < math.inf:
+        raise ValueError(
+            f"temperature must be above 0, not {args.temperature}: logits are divided by it, in fp32, which takes "
+            "1e-30 and more"
+        )
     if others := [weight for weight in getattr(args, "reward_weights", None) or [] if not math.isfinite(weight)]:
         raise ValueError(
             f"reward_weights must be finite numbers, not {others[0]}: TRL would leave such rewards out, or have no "

@@ -102,7 +102,7 @@ def test_min_p_is_measured_after_the_temperature():
     assert not processed_logprobs(logits, SamplingParams(min_p=0.2, temperature=0.5))[0, 1].isfinite()  # 0.3 ** 2
 
 
-@pytest.mark.parametrize("temperature", [1e-40, 1e-5])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-5])
 def test_a_tiny_temperature_is_greedy_and_finite(temperature):
     logits = torch.tensor([[80.0, 90.0, -1e30, 89.0]])
     tokens, logprobs = Sampler(SamplingParams(temperature=temperature), [(0, 0)], CPU).sample(logits)

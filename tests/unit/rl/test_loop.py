@@ -304,6 +304,7 @@ def test_a_group_of_one_is_refused_with_the_reason():
         ({"temperature": "1"}, "temperature must be a number, not '1'"),
         ({"temperature": 0}, "temperature must be positive and finite, for completions that differ, but is 0"),
         ({"temperature": math.nan}, "temperature must be positive and finite"),
+        ({"temperature": 1e-300}, "for completions that differ, but is 1e-300: logits are divided by it in fp32"),
     ],
 )
 def test_settings_that_no_step_can_be_made_with_are_refused(settings, words):
