@@ -15,7 +15,7 @@ token is of one version, completions go on from the next one, and `Completion.sp
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from colo.engine import Completion, Engine, check_number, plain
 from colo.engines.text import Prompts, encode_prompts
 from colo.errors import PhaseError, StaleWeights, Unsupported
 from colo.log import logger
-from colo.runtime.carried import Carried, check_until, options_of
+from colo.runtime.carried import Carried, check_until, listed_keys, options_of
 from colo.runtime.turns import Turns
 from colo.units import format_bytes
 from colo.weights.publish import Publisher
@@ -73,15 +73,15 @@ class AsyncRollout:
 
     # ---- what a loop calls -------------------------------------------------------------------------------------------
 
-    def put(self, prompts: Prompts, *, keys: Sequence[Any] | None = None, **sampling: Any) -> None:
+    def put(self, prompts: Prompts, *, keys: Iterable[Any] | None = None, **sampling: Any) -> None:
         """Add prompts to sample completions for; see `Runtime.generate` with `until` for prompts and options.
 
         Waits for the end of the round that is under way. Raises: as that; `PhaseError` outside the block.
         """
         self._turns.require_beside(self)
-        options = options_of(self._engine, None, sampling)
+        options, listed = options_of(self._engine, None, sampling), listed_keys(keys)
         with self._held():
-            self._carried.add(encode_prompts(prompts, self._tokenizer), options, engine=self._engine, keys=keys)
+            self._carried.add(encode_prompts(prompts, self._tokenizer), options, engine=self._engine, keys=listed)
 
     def take(self, count: int = 1) -> list[Completion]:
         """Wait until so many prompts have all of their completions, and return those, in the order of prompts.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from statistics import fmean
@@ -373,6 +373,15 @@ def check_until(until: Until | None, max_age: int | None, keys: object) -> None:
         raise ValueError(f"until must be a time that is longer than {until}")
     if max_age is not None and (isinstance(max_age, bool) or not isinstance(max_age, int) or max_age < 0):
         raise ValueError(f"max_age must be a whole number of versions, 0 or more, and not {max_age!r}")
+
+
+def listed_keys(keys: Any) -> Any:
+    """The objects of `keys` as a sequence, also where they can be read once. Raises: `TypeError` for what has none."""
+    if keys is None or hasattr(keys, "__getitem__"):
+        return keys
+    if isinstance(keys, Iterable):
+        return list(keys)
+    raise TypeError(f"keys must be a list with an object for each prompt, not {keys!r}")
 
 
 def options_of(engine: Engine, params: Any, sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ The runtime wires engine, trainer state, scheduler and publisher together. It ha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from colo.memory.uninterrupted import uninterrupted
 from colo.phases.phase import ENGINE_WEIGHTS, Phase
 from colo.phases.trace import Trace
 from colo.runtime.asynchronous import AsyncRollout
-from colo.runtime.carried import Carried, Until, check_until, options_of
+from colo.runtime.carried import Carried, Until, check_until, listed_keys, options_of
 from colo.runtime.construction import Parts, TrainerSide, has_logits, prepare_arena
 from colo.runtime.lifetime import Closing, check_free, collect_dropped, forget, register, runtime_of
 from colo.runtime.parked import ParkedModule
@@ -160,7 +160,7 @@ class Runtime:
         *,
         until: Until | None = None,
         max_age: int | None = None,
-        keys: Sequence[Any] | None = None,
+        keys: Iterable[Any] | None = None,
         **sampling: Any,
     ) -> list[Completion]:
         """Sample completions from the current weights, in prompt order, then sample order.
@@ -186,6 +186,7 @@ class Runtime:
         """
         until, max_age = plain(until), plain(max_age)
         check_until(until, max_age, keys)
+        keys = listed_keys(keys)
         if until is not None:
             self._check_own_calls()
         how = {} if until is None else {"until": until, "max_age": max_age, "keys": keys}

@@ -217,7 +217,7 @@ def test_other_rollouts_wait_until_the_block_has_ended(rt):
         with pytest.raises(ValueError, match=r"take\(1\) with 0 prompts under way would wait for ever"):
             rollout.take()
         with pytest.raises(ValueError, match="keys has 1 for 3 prompts"):
-            rollout.put(PROMPTS, keys=[1], **MANY)
+            rollout.put(PROMPTS, keys=iter([1]), **MANY)
         with pytest.raises(ValueError, match="the remote engine does not take presence_penalty"):
             rollout.put(PROMPTS, presence_penalty=0.5, **MANY)
         assert rollout.num_under_way == 0

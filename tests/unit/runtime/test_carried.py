@@ -128,6 +128,13 @@ def test_keys_may_be_an_array(rt):
     assert [int(c.key) for c in done] == [7, 8, 9]
 
 
+@pytest.mark.parametrize("keys", [lambda: iter((7, 8, 9)), lambda: {7: 0, 8: 0, 9: 0}.keys()], ids=["once", "view"])
+def test_keys_may_be_read_once(rt, keys):
+    with rt.rollout():
+        done = rt.generate(PROMPTS, max_tokens=2, until=1.0, keys=keys())
+    assert [c.key for c in done] == [7, 8, 9]
+
+
 def test_a_number_and_a_time_end_a_call(rt):
     prompts = [[i] for i in range(1, 9)]
     with rt.rollout():
@@ -438,6 +445,8 @@ def test_what_is_drawn_does_not_depend_on_what_goes_on_beside_it(rt):
         ({"until": 0.9, "repetition_penalty": 1.2}, ValueError, "does not take repetition_penalty"),
         ({"until": 0.9, "tempersature": 1}, ValueError, "does not take tempersature, but n, max_tokens"),
         ({"until": 0.9, "keys": [1]}, ValueError, "keys has 1 for 3 prompts"),
+        ({"until": 0.9, "keys": iter([1])}, ValueError, "keys has 1 for 3 prompts"),
+        ({"until": 0.9, "keys": 5}, TypeError, "keys must be a list with an object for each prompt, not 5"),
         ({"until": 0.9, "n": 10**12}, colo.BudgetError, "completions, which take at least"),
         ({"until": 0.9, "seed": [1]}, ValueError, "1 seeds for 3 prompts"),
     ],
