@@ -34,7 +34,7 @@ from colo.phases.trace import Trace
 from colo.phases.transition import Ledger, Transition
 from colo.planning.estimate import PASS_FRACTION
 from colo.runtime.versions import WeightVersions
-from colo.trainer.optimizers import as_torch, base_of, is_elementwise, why_not_separable
+from colo.trainer.optimizers import as_torch, base_of, is_elementwise, keeps_moments, why_not_separable
 from colo.trainer.session import LATE, TrainerEvents, TrainerSession, has_other_ranks
 from colo.units import format_bytes
 from colo.weights.publish import Publisher
@@ -197,7 +197,9 @@ def _side(
         with planning:
             rollout = check_phases(scheduler)
         session.accept()
-        why += ", moments in bfloat16" * (parts.config.moment_dtype is MomentDtype.BFLOAT16)
+        if parts.config.moment_dtype is MomentDtype.BFLOAT16:
+            has_moments = keeps_moments(base_of(parts.optimizer))
+            why += ", moments in bfloat16" if has_moments else ", without moments that bfloat16 would halve"
         return TrainerSide(session=session, scheduler=scheduler, rollout=rollout, why=why)
     except BaseException:
         # the session has hooked the optimizer: without a runtime every step would call into nothing

@@ -329,6 +329,15 @@ def is_elementwise(optimizer: Any) -> bool:
     return step.__module__.startswith("torch.optim") and step.__qualname__ in {f"{name}.step" for name in _ELEMENTWISE}
 
 
+def keeps_moments(optimizer: Any) -> bool:
+    """True if an optimizer that `is_elementwise` keeps means or sums of gradients from step to step."""
+    step = own_step(type(optimizer)).__qualname__
+    if step in ("SGD.step", "RMSprop.step"):  # of a centered one planes round the momentum alone
+        groups = optimizer.param_groups
+        return any(group["momentum"] != 0 or not group.get("centered", True) for group in groups)
+    return step not in ("ASGD.step", "Rprop.step")  # averages of weights, and sizes of steps
+
+
 def own_step(kind: type) -> Any:
     """The `step` of an optimizer's class, or of the base that it has it from, without torch's hooks around it."""
     step: Any = kind.step  # type: ignore[attr-defined]

@@ -188,6 +188,26 @@ def test_state_that_stays_is_saved_and_loaded_like_any(settings):
 IN_BF16 = {"moment_dtype": "bfloat16"}
 
 
+@pytest.mark.parametrize(
+    ("make", "ends"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), ", without moments that bfloat16 would halve"),
+        (lambda p: torch.optim.RMSprop(p, centered=True), ", without moments that bfloat16 would halve"),
+        (lambda p: torch.optim.Rprop(p), ", without moments that bfloat16 would halve"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), ", moments in bfloat16"),
+        (lambda p: torch.optim.RMSprop(p), ", moments in bfloat16"),
+    ],
+    ids=["SGD", "centered RMSprop", "Rprop", "SGD with momentum", "RMSprop"],
+)
+def test_a_report_says_where_there_are_no_moments_to_keep(make, ends):
+    with runtimes.launch(small_qwen3(), optimizer=make, config=RuntimeConfig(**IN_BF16)) as rt:
+        assert rt.report().facts["optimizer"].endswith(ends)
+        train_step(rt)
+        stored = rt.optimizer.state_dict()["state"].values()
+        in_bf16 = {key for state in stored for key, t in state.items() if getattr(t, "dtype", None) is torch.bfloat16}
+        assert bool(in_bf16) == (ends == ", moments in bfloat16")
+
+
 @lru_cache
 def trained_in_fp32():
     """Bytes of the state, and weights before and after ten steps."""
