@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any
@@ -31,7 +32,7 @@ from colo.memory.region import ALIGNMENT_BYTES, carve
 from colo.memory.storage import is_dtensor, local_shard
 from colo.phases.phase import Residency
 from colo.trainer.master_weights import SplitMaster, WholeMaster
-from colo.trainer.optimizers import own_step
+from colo.trainer.optimizers import is_elementwise, own_step
 from colo.trainer.remainders import (
     DIGEST_ELEMENTS,
     MASTER_DIGESTS,
@@ -649,6 +650,19 @@ def part_of(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> Any:
     hooks: dict[str, Any] = {"_optimizer_step_pre_hooks": {}, "_optimizer_step_post_hooks": {}}
     made.__dict__.update(optimizer.__dict__, param_groups=groups, state=state, **hooks)
     return made
+
+
+def refuse_sparse(optimizer: Any) -> None:
+    """Let the class step one number by a sparse gradient: torch's own raise `RuntimeError` where they do not take any.
+
+    What planes step is dense, whatever the gradients were.
+    """
+    one = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    one.grad = torch.zeros(1, device="cpu").to_sparse()
+    if is_elementwise(optimizer):
+        with suppress(KeyError):  # of Adagrad, which has state before it steps, and takes them
+            group = {**optimizer.param_groups[0], "params": [one]}
+            own_step(type(optimizer))(part_of(optimizer, [group], defaultdict(dict)))
 
 
 def _zero(flat: torch.Tensor, places: list[slice]) -> None:

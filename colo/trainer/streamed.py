@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from colo.phases.phase import TRAINER_MASTER_WEIGHTS, Residency
 from colo.trainer.backward import weakly
 from colo.trainer.gradients import ParameterGradients, TakenGradients
 from colo.trainer.master_weights import MasterWeightsOptimizer
-from colo.trainer.optimizers import parameters_of
-from colo.trainer.planes import Work, is_plane, part_of
+from colo.trainer.optimizers import base_of, parameters_of
+from colo.trainer.planes import Work, is_plane, part_of, refuse_sparse
 from colo.trainer.remainders import OF_MASTERS
 from colo.trainer.state import StateSegment, StepArguments, TrainerState, untraced
 from colo.trainer.window import RANGE_BYTES, StateWindow
@@ -154,9 +154,8 @@ class StreamedState(TrainerState):
             self._handle(work, waiting[number + 1] if number + 1 < len(waiting) else None)
 
     def _begin(self) -> None:
-        """Begin a step, or go on with one that has not ended. Raises: `BudgetError` without host memory for its state.
-
-        Nothing has been stepped then.
+        """Begin a step, or go on with one that has not ended. Raises: `BudgetError` without host memory for its state;
+        `RuntimeError`, torch's own, for sparse gradients that the class does not take. Nothing has been stepped then.
         """
         # after a step that failed: gradients that were written to since belong to another step
         self._taken.drop_changed()
@@ -168,6 +167,7 @@ class StreamedState(TrainerState):
             self.window.end_part(p for p in again if len(self._done[p]) == len(self.window.work_of(p)))
             for parameter in again:
                 del self._done[parameter]
+        self._check_layouts(parameters_of(self.optimizer))
         if not self._is_under_way:
             # only once: `prepare` forgets what an unfinished step has stepped
             self._changes = []
@@ -178,6 +178,10 @@ class StreamedState(TrainerState):
         self.window.begin(Residency.RESIDENT)
         if isinstance(self.optimizer, MasterWeightsOptimizer):
             self.optimizer.copy_hyperparameters()
+
+    def _check_layouts(self, parameters: Iterable[torch.Tensor]) -> None:
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in parameters):
+            refuse_sparse(base_of(self.optimizer))
 
     def _is_waiting(self, work: Work) -> bool:
         return any(self._is_due(parameter, work) for parameter in work.parameters)
@@ -259,6 +263,7 @@ class StreamedState(TrainerState):
                 )
             return
         with torch.no_grad():
+            self._check_layouts([parameter])
             if self._missing is None:
                 self._before_step()
                 self._begin()

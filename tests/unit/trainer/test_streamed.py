@@ -1324,6 +1324,36 @@ def test_sparse_gradients_are_stepped_as_without_colo(mover):
     state.close()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # Adagrad's own
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_sparse_gradients_are_refused_by_classes_that_refuse_them(mover, name, has_masters):
+    """Also where the first one comes after planes were made for the parameter."""
+
+    def made():
+        torch.manual_seed(2)
+        net = torch.nn.Embedding(50, 8, dtype=torch.bfloat16 if has_masters else None)
+        make = partial(getattr(torch.optim, name), lr=0.1)
+        return net, (MasterWeights(make) if has_masters else make)(net.parameters())
+
+    (twin, other), (net, optimizer) = made(), made()
+    state = StreamedState(optimizer, mover, region_bytes=1024)
+    ends = []
+    for each, steps in ((twin, other), (net, optimizer)):
+        each(torch.tensor([11, 7])).sum().backward()
+        steps.step()
+        steps.zero_grad()
+        each.sparse = True
+        each(torch.tensor([11, 3])).sum().backward()
+        try:
+            ends.append(steps.step())
+        except RuntimeError as error:
+            ends.append(str(error))
+    assert ends[0] == ends[1] and (name == "Adagrad" or "not support sparse gradients" in ends[0])
+    assert torch.equal(net.weight, twin.weight)
+    state.close()
+
+
 # ---- what a loop does to state --------------------------------------------------------------------------------------
 
 
