@@ -195,6 +195,8 @@ class RuntimeConfig:
             if not isinstance(value, int) or isinstance(value, bool):
                 size = " of bytes, such as 4 * 2**30, or a text such as '4GiB'" if entry.name.endswith("_bytes") else ""
                 raise TypeError(f"{entry.name} must be a whole number{size}, not {value!r}")
+        if isinstance(self.max_mismatch, str | bool):
+            raise TypeError(f"max_mismatch must be a number or None, not {self.max_mismatch!r}")
         if self.max_mismatch is not None and not self.max_mismatch > 0:
             raise ValueError(f"max_mismatch must be positive or None, not {self.max_mismatch}")
         for name in ("device_limit_bytes", "host_limit_bytes", "kv_cache_bytes"):

@@ -15,8 +15,8 @@ withdraws it (after a failed update, or a wake from level 2) until `commit(versi
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -108,7 +108,9 @@ class SamplingParams:
         for name in ("n", "max_tokens", "top_k"):
             check_number(name, getattr(self, name), Integral, "a whole number")
         for name in ("temperature", "top_p", "min_p"):
-            check_number(name, getattr(self, name), Real, "a number")
+            check_number(name, value := getattr(self, name), Real, "a number")
+            if not isinstance(value, int | float):  # a fraction, which torch does not compute with
+                object.__setattr__(self, name, float(value))
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", _LEAST_TEMPERATURE)
         ids = _integers("stop_token_ids", self.stop_token_ids, "a list of token ids, such as [2]")
@@ -118,7 +120,7 @@ class SamplingParams:
         checks = {
             "n must be at least 1": self.n >= 1,
             "max_tokens must be at least 1": self.max_tokens >= 1,
-            "temperature must be at least 0 and finite": 0 <= self.temperature < math.inf,
+            "temperature must be at least 0 and finite": 0 <= self.temperature <= sys.float_info.max,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,
             "top_k must be 0 (all) or positive": self.top_k >= 0,
             "min_p must be in [0, 1]": 0 <= self.min_p <= 1,

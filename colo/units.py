@@ -26,7 +26,10 @@ def parse_bytes(text: str | int, *, least_bytes: int = 0) -> int:
     match = _QUANTITY.fullmatch(str(text))
     if not match or match[2].lower() not in _FACTORS:
         raise ValueError(f"cannot read {text!r} as a size: write for example 80GiB, 80G, 24GB or 1073741824")
-    num_bytes = round(float(match[1]) * _FACTORS[match[2].lower()])
+    size = float(match[1]) * _FACTORS[match[2].lower()]
+    if size == float("inf"):
+        raise ValueError(f"{text!r:.40} is more than any size: write for example 80GiB")
+    num_bytes = round(size)
     if num_bytes < least_bytes:
         unit = f": write {match[1]}GiB, or another unit" if num_bytes and not match[2] else ""
         least = format_bytes(least_bytes)

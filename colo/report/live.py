@@ -109,7 +109,7 @@ class LiveTable:
         of = "" if self.steps is None else f"/{self.steps}"
         cells = {"step": f"{self._num_done}{of}"}
         rewards = [name for name in metrics if name == "reward" or name.startswith("rewards/")]
-        cells |= {name.removeprefix("rewards/"): f"{metrics[name]:.2f}" for name in rewards}
+        cells |= {name.removeprefix("rewards/"): _short(metrics[name]) for name in rewards}
         for title, names, write in COLUMNS:
             found = next((metrics[name] for name in names if name in metrics), None)
             if found is not None:
@@ -147,6 +147,10 @@ class LiveTable:
         else:
             self._handle.update(shown)
         self._is_written = True
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:

@@ -60,6 +60,17 @@ def test_a_policy_that_does_not_exist_is_answered_with_those_that_do():
         RuntimeConfig(offload="sometimes")
 
 
+@pytest.mark.parametrize("value", ["0.5", True])
+def test_the_largest_mismatch_is_a_number(value):
+    with pytest.raises(TypeError, match=f"max_mismatch must be a number or None, not {value!r}"):
+        RuntimeConfig(max_mismatch=value)
+
+
+def test_a_size_beyond_all_numbers_is_refused():
+    with pytest.raises(ValueError, match="kv_cache_bytes: '9999.* is more than any size"):
+        RuntimeConfig(kv_cache_bytes="9" * 400)
+
+
 class Index:
     def __index__(self):
         return 100_000

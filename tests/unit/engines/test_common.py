@@ -1,5 +1,7 @@
 """What every engine refuses before it generates."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -52,6 +54,7 @@ def test_sampling_options_of_another_type_are_named(option, words):
     [
         ({"stop_token_ids": [1, 2**63]}, "stop_token_ids must be numbers of 64 bits, but is"),
         ({"stop_token_ids": [-(10**30)]}, "stop_token_ids must be numbers of 64 bits, but is"),
+        ({"temperature": 10**400}, "temperature must be at least 0 and finite, but is 1000"),
         ({"seed": [1, 2**64]}, "seed must be numbers of 64 bits, with n added, but is"),
         ({"seed": [2**64 - 1], "n": 2}, "seed must be numbers of 64 bits, with n added, but is"),
         ({"seed": [-(2**63) - 1]}, "seed must be numbers of 64 bits, with n added, but is"),
@@ -60,6 +63,12 @@ def test_sampling_options_of_another_type_are_named(option, words):
 def test_numbers_that_no_engine_can_hold_are_named(option, words):
     with pytest.raises(ValueError, match=words):
         SamplingParams(**option)
+
+
+def test_probabilities_may_be_fractions():
+    params = SamplingParams(temperature=Fraction(1, 2), top_p=Fraction(1, 4), min_p=Fraction(1, 8))
+    found = [params.temperature, params.top_p, params.min_p]
+    assert found == [0.5, 0.25, 0.125] and all(type(value) is float for value in found)
 
 
 def test_the_largest_seeds_and_stop_tokens_are_taken():

@@ -64,6 +64,13 @@ def test_a_reward_whose_name_looks_like_markup_is_named(clock):
     assert shown(table) == [["step", "reward", "of[bold]", "[/b]:heart:"], ["1/1", "0.25", "0.50", "0.75"]]
 
 
+def test_a_large_reward_takes_no_more_room(clock):
+    console = Console(file=io.StringIO(), width=200)
+    with LiveTable(1, console=console, clock=clock) as table:
+        table.update({"reward": 1e300, "rewards/a": -123456.0, "rewards/b": 1e6})
+    assert console.file.getvalue() == "step 1/1  reward 1e+300  a -123456.00  b 1e+06\n"
+
+
 @pytest.mark.parametrize("device_bytes", [4.56 * MIB, 1.5 * GIB, 1000.0])
 def test_a_line_fits_80_columns_and_shows_memory_in_a_unit_that_fits_it(clock, device_bytes):
     console = Console(file=io.StringIO(), width=80)
