@@ -314,6 +314,15 @@ class _WithEngine:
         if len(active) > 1:
             trained.base_model.set_adapter(active)  # of which transformers has left the first one active
 
+    def _load_best_model(self) -> None:
+        trained = self.model  # type: ignore[attr-defined]  # TRL's
+        has_runtime = getattr(self, "colo", None) is not None
+        if has_runtime and hasattr(trained, "peft_config") and active_adapters(trained) != ["default"]:
+            # transformers would load "default" in the place of the adapter that trains
+            self._load_from_checkpoint(self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
     def train(self, *args: Any, **given: Any) -> Any:
         """Train as TRL does. Whatever ends it, the runtime is in no phase afterwards."""
         try:

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, VeraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
 from colo.config import RuntimeConfig
@@ -146,6 +146,25 @@ def test_a_run_resumes_with_every_adapter_that_trains_whatever_its_name(of_adapt
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], p) for name, p in found.items())
     assert max(logged(resumed, "colo/mismatch")) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_the_best_model_is_that_of_the_adapters_that_train(of_adapters, tmp_path, kind):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    changes = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, **best}
+    trainer = of_adapters(*ADAPTERS[kind], output_dir=str(tmp_path / "out"), max_steps=3, learning_rate=0.1, **changes)
+    seen = {}
+
+    class Watch(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            seen[state.global_step] = trained(trainer.model)
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    expected = seen[int(trainer.state.best_model_checkpoint.rpartition("-")[2])]
+    found = trained(trainer.model)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], p) for name, p in found.items())
 
 
 def test_several_adapters_have_no_reference_of_trls(of_adapters):
