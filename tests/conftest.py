@@ -22,6 +22,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # torch looks up the name of whoever connects to a store: a name server that does not answer costs 1 s rather than 10
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# a shell without job control starts what runs beside it with Ctrl-C ignored: tests that interrupt would wait in vain
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # `pytest -m gpu -n 2 --dist loadfile` gives each of its workers a GPU of its own; files that need two are skipped then.
 NUM_GPUS = torch.cuda.device_count()
 if "PYTEST_XDIST_WORKER" in os.environ and NUM_GPUS > 1:
