@@ -475,7 +475,7 @@ class FleetTakesSlices(SliceTaker):
         self._look()
 
     @property
-    def members(self) -> Hashable:  # type: ignore[override]
+    def members(self) -> Hashable:
         """Changes as engines come and go."""
         return tuple(map(id, self._fleet.present()))
 

@@ -114,8 +114,10 @@ class SliceTaker:
     deadline_s: float = 0.0
     """Seconds of silence after which the engine counts as lost."""
 
-    members: Hashable = None
-    """Changes where another engine, or one more or less, takes slices from now on."""
+    @property
+    def members(self) -> Hashable:
+        """Changes where another engine, or one more or less, takes slices from now on."""
+        return None
 
     def taken(self, weights: Mapping[str, torch.Tensor]) -> list[list[Taken]]:
         """Ask each engine what its ranks take of weights, given whole and without data. Raises: as their loaders."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -191,8 +191,12 @@ class WorkersTakeSlices(AsksForSlices):
     def __init__(self, link: WorkerLink, address: str, poison: Callable[[], None]) -> None:
         """`poison` is called before the first byte comes."""
         super().__init__(address, link.deadline_s)
-        self.members = link.client
         self._link, self._poison = link, poison
+
+    @property
+    def members(self) -> Hashable:
+        """The link's number among the clients of its workers: one that is made anew has another."""
+        return self._link.client
 
     def _run(self, step: str, **arguments: Any) -> list[Any]:
         return self._link.call(wire.SliceStep(step=step, arguments=arguments))
