@@ -49,6 +49,7 @@ for function, signature, constants in (
     (kernels._open, halves | digested | {"masters": "*i32", "count": "i64"}, {"BLOCK": 1024}),
     (kernels._close, {"masters": "*i32"} | halves | digested | {"changed": "*i64", "count": "i64"}, {"BLOCK": 1024}),
     (kernels._split, {"masters": "*i32"} | halves | {"count": "i64"}, {"BLOCK": kernels._BLOCK}),
+    (kernels._round, {"values": "*i32", "rounded": "*i16", "seed": "i64", "count": "i64"}, {"BLOCK": kernels._BLOCK}),
 ):
     source = ASTSource(function, signature | dict.fromkeys(constants, "constexpr"), constants)
     found.append(len(triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32)).asm["cubin"]))
