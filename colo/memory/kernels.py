@@ -192,7 +192,8 @@ def _round(values, rounded, seed, count, BLOCK: tl.constexpr):
             bits = tl.load(values + at, mask=inside, other=0)
             is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
             # a carry from the lower half, with a probability of its share of the upper half's last place
-            upper = (bits + ((numbers[number] >> (16 * half)) & 0xFFFF).to(tl.int32)) >> 16
+            random = ((numbers[number] >> (16 * half)) & 0xFFFF).to(tl.int32)
+            upper = (bits + tl.where((bits & 0x7FFF0000) == 0x7F7F0000, 0, random)) >> 16  # none to infinity
             tl.store(rounded + at, tl.where(is_nan, 0x7FC0, upper).to(tl.int16), mask=inside)
 
 

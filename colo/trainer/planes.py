@@ -44,6 +44,7 @@ from colo.trainer.remainders import (
     close_masters,
     open_masters,
     round_stochastically,
+    round_to_nearest,
     split,
 )
 from colo.units import align_up, format_bytes
@@ -333,8 +334,14 @@ class Planes:
                 self._need(name, self.dtype_of(name, value.dtype))
                 # read anew: `_need` may just have made this view
                 own = self._views[parameter]
-                local_shard(own[name]).copy_(local_shard(value))
+                self._write(name, own[name], value)
                 state[name] = own[name]
+
+    def _write(self, name: str, view: torch.Tensor, value: torch.Tensor) -> None:
+        if self._is_rounded(name):
+            round_to_nearest(local_shard(value), local_shard(view))
+        else:
+            local_shard(view).copy_(local_shard(value))
 
     def _adopt_master(self, parameter: torch.Tensor, master: Any, kept: Mapping[str, torch.Tensor]) -> None:
         # the usual case of every step, found without touching memory
@@ -411,7 +418,7 @@ class Planes:
                 if name not in OF_MASTERS and is_plane(value, parameter):
                     # the plane's dtype wins over the file's: a checkpoint in another precision is cast here
                     self._need(name, self.layout.get(name, self.dtype_of(name, value.dtype)))
-                    local_shard(self._views[parameter][name]).copy_(local_shard(value))
+                    self._write(name, self._views[parameter][name], value)
                     self._base.state[self._key_of(parameter)][name] = self._views[parameter][name]
 
     def let_go(self, *, on_device: bool) -> int:

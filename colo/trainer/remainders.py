@@ -42,6 +42,7 @@ DIGEST_ELEMENTS = 1024  # elements of a weight, in their order in memory, that o
 
 _SIGN_AND_QUIET_NAN = (-64, 0x7FC0)  # as int16, of a negative and of a positive NaN
 _INFINITY = 0x7F800000
+_LARGEST = torch.finfo(torch.bfloat16).max
 _HALF = 0x8000
 
 
@@ -124,7 +125,7 @@ def close_masters(
 def round_stochastically(values: torch.Tensor, rounded: torch.Tensor, bits: torch.Tensor, seed: int) -> None:
     """Round `values` (fp32) up or down to `rounded` (bf16), right in the mean; overwrites `bits` (int32). All flat.
 
-    What bf16 has stays as it is, infinities and NaN too.
+    What bf16 has stays as it is, infinities and NaN too. Finite numbers beyond its largest become that one.
     """
     compiled = kernels(values.device)
     if compiled is not None:
@@ -133,8 +134,15 @@ def round_stochastically(values: torch.Tensor, rounded: torch.Tensor, bits: torc
     # a carry from the random lower half rounds up: its probability is the lower half's share of a last place
     bits.random_(0, 1 << 16, generator=torch.Generator(values.device).manual_seed(seed))
     bits.add_(values.view(torch.int32)).bitwise_and_(-1 << 16)
-    rounded.copy_(bits.view(torch.float32))
-    rounded.masked_fill_(values.isnan(), torch.nan)  # a payload of ones would carry into the sign
+    # a carry leads out of finite numbers, and of a NaN whose payload is ones into the sign
+    rounded.copy_(torch.where(values.isfinite(), bits.view(torch.float32).clamp(-_LARGEST, _LARGEST), values))
+
+
+def round_to_nearest(values: torch.Tensor, rounded: torch.Tensor) -> None:
+    """Round `values` to the nearest `rounded` (bf16); finite ones beyond its largest number become that one."""
+    rounded.copy_(values)
+    if rounded.isinf().any():
+        rounded.copy_(torch.where(values.isfinite(), values.clamp(-_LARGEST, _LARGEST), values))
 
 
 @lru_cache(maxsize=16)

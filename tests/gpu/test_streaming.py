@@ -104,10 +104,11 @@ def test_masters_close_and_open_on_cuda_as_on_the_cpu():
 def test_what_is_rounded_at_random_is_a_neighbour_in_half_of_the_cases_that_bf16_lacks():
     bits = torch.randint(-(2**31), 2**31, (1 << 22,), dtype=torch.int64, device=CUDA).to(torch.int32)
     bits[:4] = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, 0x7FC00000], device=CUDA)  # NaN, NaN, infinity, NaN
+    bits[4:6] = torch.tensor([0x7F7FFFFF, -0x00800001], device=CUDA)  # finite numbers, beyond bf16's
     values, rounded = bits.view(torch.float32), torch.empty(len(bits), dtype=torch.bfloat16, device=CUDA)
     round_stochastically(values, rounded, torch.empty_like(bits), seed=0)
     numbers = ~values.isnan()
-    assert torch.equal(rounded.isnan(), values.isnan())
+    assert torch.equal(rounded.isnan(), values.isnan()) and torch.equal(rounded.isinf(), values.isinf())
     steps = (rounded.float().view(torch.int32) - (bits & (-1 << 16)))[numbers] >> 16
     share = (bits & 0xFFFF)[numbers].double() / (1 << 16)
     assert torch.all((steps == 0) | ((steps == 1) & (share > 0)))

@@ -138,6 +138,13 @@ def test_the_kernel_rounds_to_neighbours_and_keeps_what_bf16_has(bits, repeats):
     assert torch.all((steps == 0) | ((steps == 1) & ((values & 0xFFFF) > 0)[~is_nan]))
 
 
+def test_the_kernel_keeps_finite_numbers_finite():
+    values = torch.tensor([0x7F7F0001, 0x7F7FFFFF, -0x0080FFFF, -0x00800001, 0x7F800000, -0x00800000] * 700).int()
+    rounded = torch.zeros(len(values), dtype=torch.int16)
+    kernels.round_stochastically(values, rounded, seed=1)
+    assert rounded.tolist() == [0x7F7F, 0x7F7F, -0x81, -0x81, 0x7F80, -0x80] * 700
+
+
 def trained():
     """Weights and the whole state of an optimizer with masters, after steps between which somebody has written."""
     torch.manual_seed(0)

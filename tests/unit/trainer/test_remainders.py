@@ -6,7 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colo.trainer.remainders import DIGEST_ELEMENTS, block_digests, join, round_stochastically, split, written_blocks
+from colo.trainer.remainders import (
+    DIGEST_ELEMENTS,
+    block_digests,
+    join,
+    round_stochastically,
+    round_to_nearest,
+    split,
+    written_blocks,
+)
 
 SPECIAL = [0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00007FFF, 0x00008000, 0x00008001, 0x7F7FFFFF, 0xFF7FFFFF]
 SPECIAL += [0x7F800000, 0xFF800000, 0x7F7F8000, 0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001, 0x00800000]
@@ -105,6 +113,20 @@ def test_what_is_rounded_at_random_is_a_neighbour_and_what_bf16_has_stays(bits):
     steps = made.float().view(torch.int32)[~is_nan] - below
     is_exact = (values.view(torch.int32)[~is_nan] & 0xFFFF) == 0
     assert torch.all((steps == 0) | (steps == 1 << 16)) and torch.all(steps[is_exact] == 0)
+
+
+BEYOND = [0x7F7F0000, 0x7F7F0001, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFE, 0x7F7FFFFF]  # of bf16's largest, and beyond it
+
+
+def test_what_is_finite_stays_finite_and_infinity_what_it_is():
+    values = floats((BEYOND + [bits | 1 << 31 for bits in BEYOND] + [0x7F800000, 0xFF800000, *NANS]) * 500)
+    expected = values.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max)
+    expected = torch.where(values.isinf(), values, expected).bfloat16()
+    nearest = torch.empty_like(expected)
+    round_to_nearest(values, nearest)
+    for made in (rounded(values), nearest):
+        assert torch.equal(made.isnan(), values.isnan())
+        assert torch.equal(made[~made.isnan()], expected[~values.isnan()])
 
 
 @settings(max_examples=30, deadline=None)

@@ -642,6 +642,34 @@ def test_ranks_that_agree_on_a_seed_round_alike(mover):
     assert_same(*pair)
 
 
+def test_moments_beyond_bf16s_largest_number_stay_finite_where_they_are_found_stepped_and_loaded(mover):
+    largest = torch.finfo(torch.float32).max
+
+    def momentum():
+        ours = made_by("plain", lambda params: torch.optim.SGD(params, lr=0.0, momentum=1.0))
+        for p in ours.parameters:
+            p.grad = torch.zeros_like(p)
+        return ours
+
+    for loads in (False, True):
+        ours = momentum()
+        other = momentum() if loads else ours
+        for p in other.parameters:
+            other.optimizer.state[p]["momentum_buffer"] = torch.full_like(p, largest)
+            other.optimizer.state[p]["momentum_buffer"].view(-1)[:2] = torch.tensor([-largest, torch.inf])
+        state = in_bf16(ours, mover)
+        if loads:
+            ours.optimizer.load_state_dict(other.optimizer.state_dict())
+        for number in range(2):
+            for p in ours.parameters:
+                found = ours.optimizer.state[p]["momentum_buffer"].view(-1)
+                assert found[0].isfinite() and found[0] < 0 and found[1] == torch.inf
+                assert found[2:].isfinite().all() and (found[2:] > 3e38).all()
+                p.grad.fill_(2.0**119 if number == 0 else 0.0)
+            ours.optimizer.step()
+        state.close()
+
+
 def interrupted(*_):
     raise KeyboardInterrupt
 
