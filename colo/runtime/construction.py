@@ -196,7 +196,6 @@ def _side(
         scheduler = make_scheduler(parts, session)
         with planning:
             rollout = check_phases(scheduler)
-        session.accept()
         if parts.config.moment_dtype is MomentDtype.BFLOAT16:
             has_moments = keeps_moments(base_of(parts.optimizer))
             why += ", moments in bfloat16" if has_moments else ", without moments that bfloat16 would halve"

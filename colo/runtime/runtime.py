@@ -111,6 +111,7 @@ class Runtime:
             register(self)
             # calls of the engine's own `generate` are guarded too
             engine.before_generate = self._before_generate
+            turns.side.session.accept()  # last: whatever is refused before has rounded nothing
             undo.pop_all()
 
     @classmethod

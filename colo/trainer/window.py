@@ -173,7 +173,7 @@ class StateWindow:
         return Done()
 
     def accept(self) -> None:
-        """Let go of moments as they were before they were rounded: a runtime has been planned with these."""
+        """Let go of moments as they were before they were rounded: a runtime has been built with these."""
         self._given = []
 
     def close(self, *, on_device: bool) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import colo
 from colo.config import RuntimeConfig
-from colo.errors import BudgetError, PhaseError, Unsupported
+from colo.errors import BudgetError, PhaseError, TransferError, Unsupported
 from colo.optim import MasterWeights
 from colo.phases.phase import (
     ENGINE_KV_CACHE,
@@ -23,6 +23,7 @@ from colo.phases.phase import (
     Residency,
 )
 from colo.units import MIB
+from colo.weights.publish import Publisher
 from tests import runtimes
 from tests.models import small_qwen3
 from tests.runtimes import train_step
@@ -290,9 +291,14 @@ def test_moments_that_a_class_keeps_itself_are_refused_before_anything_is_hooked
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def refuse(_):
+    raise TransferError("the engine cannot take these weights")
+
+
 @pytest.mark.parametrize("make", [masters, lambda params: torch.optim.AdamW(params, lr=1e-2)])
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "streamed"}, {"release_gradients": True}], ids=str)
-def test_a_share_that_is_refused_rounds_no_moment(make, settings):
+@pytest.mark.parametrize("fails", ["planning", "publishing"])
+def test_a_share_that_is_refused_rounds_no_moment(make, settings, fails, monkeypatch):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_qwen3(), dtype=torch.bfloat16 if make is masters else torch.float32)
     optimizer = make(model.parameters())
@@ -301,8 +307,11 @@ def test_a_share_that_is_refused_rounds_no_moment(make, settings):
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
     before = copy.deepcopy(optimizer.state_dict())
-    config = RuntimeConfig(**IN_BF16, **settings, kv_cache_bytes=KV_BYTES, device_limit_bytes=MIB)
-    with pytest.raises(BudgetError):
+    limit = {"device_limit_bytes": MIB} if fails == "planning" else {}
+    config = RuntimeConfig(**IN_BF16, **settings, **limit, kv_cache_bytes=KV_BYTES)
+    if fails == "publishing":
+        monkeypatch.setattr(Publisher, "publish", refuse)
+    with pytest.raises(BudgetError if limit else TransferError):
         colo.share("torch", model, optimizer, config=config)
     after = optimizer.state_dict()
     for key, state in before["state"].items():
