@@ -125,6 +125,7 @@ class Estimate:
     phases: Mapping[str, Mapping[str, int]]  # device bytes; `activations` of a rollout are the engine's workspace
     offloaded: Mapping[str, tuple[str, ...]]  # on the host then; gradients that must go are dropped, not moved
     streamed: bool = False  # the optimizer's state is on the device a range at a time, in a phase `step` of its own
+    resident_slot_bytes: int = 0  # of its window, the slot that ranges which stay on the device pass through
     suggestions: tuple[Suggestion, ...] = ()
 
     @property
@@ -135,8 +136,9 @@ class Estimate:
     @property
     def needed_bytes(self) -> int:
         """The smallest GPU that runs this: the peak when everything that can leave for the rollout has left."""
-        # a rollout is less than the start then
-        return max(sum(held.values()) for phase, held in self.phases.items() if phase != names.Phase.ROLLOUT)
+        # a rollout is less than the start then, and no state stays beside the window
+        held = {phase: sum(held.values()) for phase, held in self.phases.items() if phase != names.Phase.ROLLOUT}
+        return max(held[phase] - (self.resident_slot_bytes if phase == STEP else 0) for phase in held)
 
     @property
     def state_bytes(self) -> int:
@@ -148,6 +150,8 @@ class Estimate:
         """Streamed state that stays on the device, as `auto` has it: what every phase after the start leaves free."""
         w = self.workload
         if not self.streamed or w.state is not OptimizerState.AUTO or w.release_gradients:
+            return 0
+        if w.optimizer is Optimizer.ADAFACTOR:  # state of whole parameters, which leaves
             return 0
         totals = {phase: sum(held.values()) for phase, held in self.phases.items() if phase != START}
         train = self.phases["train"]
@@ -409,7 +413,12 @@ def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
     elif streamed:
         phases[STEP] = {**sync, names.TRAINER_OPTIMIZER: window.state}
         offloaded[STEP] = (names.TRAINER_MASTER_WEIGHTS,)
-    return Estimate(shape=shape, workload=w, segments=segments, phases=phases, offloaded=offloaded, streamed=streamed)
+    found = Estimate(shape=shape, workload=w, segments=segments, phases=phases, offloaded=offloaded, streamed=streamed)
+    if not found.resident_state_bytes:
+        return found
+    step = {**phases[STEP], names.TRAINER_OPTIMIZER: window.state + window.slot}
+    beside = replace(found, phases={**phases, STEP: step}, resident_slot_bytes=window.slot)
+    return beside if beside.resident_state_bytes else found
 
 
 def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:
@@ -510,6 +519,7 @@ class Window:
     """Bytes that a streamed step has on the device."""
 
     state: int  # the slots, and what a range is stepped in
+    slot: int  # one of the slots; a window that state stays beside has one more
     gradients: int  # those that are there at once where a range's are dropped as it is stepped
 
 
@@ -526,14 +536,16 @@ def window_bytes(shape: ModelShape, w: Workload) -> Window:
     if w.optimizer is Optimizer.ADAFACTOR:
         held = max(masters * elements + state for elements, _, state in tensors)
         window = 3 * max(min(RANGE_BYTES, (masters + 1) * num_trained), held) + (8 if masters else 0) * largest
-        return Window(state=window, gradients=2 * largest * dtype_bytes)
+        return Window(state=window, slot=0, gradients=2 * largest * dtype_bytes)
     state_bytes = masters + _moment_bytes(w, (1,))
     elements = min(num_trained, RANGE_BYTES // state_bytes)
     flat_bytes = 2 * (4 if masters else dtype_bytes) + masters  # and the 16-bit weights
     # moments that are kept in bf16 are stepped in fp32
     flat_bytes += optimizer_bytes(w.optimizer, (1,)) if w.moment_dtype is MomentDtype.BFLOAT16 else 0
     return Window(
-        state=(NUM_SLOTS * state_bytes + flat_bytes) * elements, gradients=2 * max(largest, elements) * dtype_bytes
+        state=(NUM_SLOTS * state_bytes + flat_bytes) * elements,
+        slot=state_bytes * elements,
+        gradients=2 * max(largest, elements) * dtype_bytes,
     )
 
 

@@ -80,7 +80,6 @@ class StateWindow:
         self.resident = Parking(TRAINER_RESIDENT_STATE, mover, name_of=lambda _: "a plane of the state")
         """The planes that stay on the device, at most `resident_bytes` of them."""
 
-        self._num_slots = NUM_SLOTS + (resident_bytes > 0)
         self._resident_bytes = resident_bytes  # what may still be added to them
         self._mover = mover
         self._range_bytes, self._moment_dtype, self._agree = range_bytes, moment_dtype, agree
@@ -132,6 +131,10 @@ class StateWindow:
     def slot_bytes(self) -> int:
         """Bytes of one slot; a window that state stays beside has one more."""
         return max((carved_bytes(planes.specs) for planes in self._planes if planes.ranges), default=0)
+
+    @property
+    def _num_slots(self) -> int:
+        return NUM_SLOTS + any(planes.stays is not None for planes in self._planes)
 
     @property
     def device_bytes(self) -> int:
@@ -225,15 +228,16 @@ class StateWindow:
         """Take the slots' memory. Raises: `BudgetError` when the device has no room."""
         parts = self._parts()
         if size_bytes := carved_bytes(parts):
-            # a parameter that has joined since may need larger slots
-            if self._region is not None and self._region.size_bytes < size_bytes:
+            num_slots = self._num_slots
+            # a parameter that has joined since may need larger slots; without state that stays there is one less
+            if self._region is not None and (self._region.size_bytes < size_bytes or len(self._slots) != num_slots):
                 self._settle()
                 self._region.close()
                 self._region, self._slots = None, []
             if self._region is None:
                 self._region = allocate_region(size_bytes, self._mover.device, name=self.name)
                 memory = carve(self._region.bytes, parts)
-                flats, slots = memory[: -self._num_slots], memory[-self._num_slots :]
+                flats, slots = memory[:-num_slots], memory[-num_slots:]
                 self._slots = [StateSlot(flats, slot) for slot in slots]
             elif not self._region.resident:
                 self._region.restore()

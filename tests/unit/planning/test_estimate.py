@@ -302,7 +302,9 @@ def test_what_leaves_for_a_rollout_is_the_cheapest_that_makes_it_fit(gpu_gib, go
 
 def test_state_is_streamed_where_it_does_not_fit_as_a_whole():
     resident, streamed = plan(state="resident"), plan(state="streamed")
-    assert not resident.fits and streamed.fits and plan() == replace(streamed, workload=plan().workload)
+    assert not resident.fits and streamed.fits
+    full = streamed.needed_bytes  # where nothing of it stays
+    assert plan(gpu_memory_bytes=full).phases == plan(state="streamed", gpu_memory_bytes=full).phases
     assert not plan(gpu_memory_bytes=140 * GIB).streamed and plan(gpu_memory_bytes=140 * GIB).step_wait_s == 0
     assert streamed.step_wait_s == pytest.approx(10 * PARAMETERS / 54.6e9, rel=1e-3)
     step, elements = streamed.phases["step"], 64 * MIB // 10
@@ -326,6 +328,19 @@ def test_of_streamed_state_stays_what_every_phase_leaves_free():
     assert streamed.resident_state_bytes == plan(state="resident").resident_state_bytes == 0
     assert plan(release_gradients=True).resident_state_bytes == 0
     assert plan(gpu_memory_bytes=found.needed_bytes).resident_state_bytes == 0
+    assert plan(optimizer="adafactor", gpu_memory_bytes=50 * GIB).streamed
+    assert plan(optimizer="adafactor", gpu_memory_bytes=50 * GIB).resident_state_bytes == 0, "of whole parameters"
+
+
+def test_a_window_that_state_stays_beside_has_a_slot_more():
+    streamed, found = plan(state="streamed"), plan()
+    slot = 10 * (64 * MIB // 10)
+    assert found.resident_slot_bytes == slot and not streamed.resident_slot_bytes
+    step = streamed.phases["step"]
+    assert found.phases == {**streamed.phases, "step": {**step, "trainer.optimizer": step["trainer.optimizer"] + slot}}
+    assert found.needed_bytes == streamed.needed_bytes, "on a smaller GPU none stays"
+    limit = next(of for of in range(found.needed_bytes, 80 * GIB, MIB) if plan(gpu_memory_bytes=of).resident_slot_bytes)
+    assert 0 < plan(gpu_memory_bytes=limit).resident_state_bytes < 2 * MIB
 
 
 def test_moments_in_bf16_take_half_of_the_host_and_of_the_bus():

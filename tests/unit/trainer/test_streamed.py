@@ -743,6 +743,38 @@ def test_state_that_stays_is_stepped_like_the_rest_until_it_has_left_and_afterwa
 
 @of_planes
 @stays
+@pytest.mark.parametrize("closes", [True, False])
+def test_state_that_has_left_takes_the_slot_with_it_that_it_passed_through(kind, resident_bytes, closes, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    state = streamed(ours, mover, resident_bytes=resident_bytes)
+    for number in range(4):
+        for trained in (twin, ours):
+            trained.step(number)
+        assert_same(ours, twin)
+        if number < 2:
+            wide_bytes = state.window.size_bytes
+        else:
+            assert state.window.size_bytes == wide_bytes - state.window.slot_bytes
+            state.window.begin(R).wait()
+            assert state.window.device_bytes <= state.window.size_bytes
+        if number == 1:
+            state.window.resident.begin(O).wait()
+        if closes:
+            close_window(state)
+    state.close()
+
+
+@of_planes
+def test_a_window_that_no_state_stays_beside_has_no_slot_for_it(kind, mover):
+    ours, others = Trained(kind), Trained(kind)
+    state, without = streamed(ours, mover, resident_bytes=1), streamed(others, mover)
+    assert state.window.size_bytes == without.window.size_bytes
+    state.close()
+    without.close()
+
+
+@of_planes
+@stays
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_checkpoint_is_loaded_into_state_that_stays(kind, resident_bytes, leaves, mover):
     twin, ours = Trained(kind), Trained(kind)
