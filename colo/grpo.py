@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -148,7 +148,7 @@ def train(
     check_options(args)
     checkpoint = _check_output(run, args)
     revision = _revision(args, model)
-    lora = _check_model(model, revision, folded=args.colo_fold_adapter)
+    lora = _check_model(args, model, revision)
     rewards = _rewards(run, args, revision)
     _check_whole(run)
     dataset = _rows(run.dataset_name, run, run.dataset_train_split)
@@ -318,15 +318,37 @@ def _revision(args: GRPORunConfig, model: GRPOModelConfig) -> str:
     return revision_of(options | named | (args.model_init_kwargs or {}))
 
 
-def _check_model(model: GRPOModelConfig, revision: str, *, folded: bool) -> Any:
+def _check_model(args: GRPORunConfig, model: GRPOModelConfig, revision: str) -> Any:
     """The adapter's config, or `None`. Raises: as `check_path`, and `Unsupported` for an adapter that cannot be."""
     check_path(model.model_name_or_path)
     check_config(model.model_name_or_path, revision)
+    _check_needs(args, model)
     lora = get_peft_config(model)
     if lora is not None:
+        folded = args.colo_fold_adapter
         check_lora_config(lora, folded=folded, advice=FOLDED)
-        refuse_adapted_head(model.model_name_or_path, lora, revision)
+        refuse_adapted_head(model.model_name_or_path, lora, revision, folded=folded)
     return lora
+
+
+_NEEDS = {
+    "use_peft": ("lora_", "use_rslora", "use_dora", "load_in_", "colo_fold_adapter"),
+    "load_in_4bit": ("bnb_4bit_", "use_bnb_"),
+}
+"""Switches, and the first letters of options that have no effect without them."""
+
+
+def _check_needs(args: GRPORunConfig, model: GRPOModelConfig) -> None:
+    """Raise `ValueError` for options of an adapter, or of a quantization, that there is not."""
+    plain = GRPOModelConfig()
+    options = {each.name: getattr(model, each.name) != getattr(plain, each.name) for each in fields(plain)}
+    options["colo_fold_adapter"] = args.colo_fold_adapter
+    for switch, begins in _NEEDS.items():
+        given = [name for name, is_given in options.items() if is_given and name.startswith(begins)]
+        if given and not options[switch]:
+            raise ValueError(
+                f"{', '.join(given)} would be of no use without {switch}: pass --{switch}, or leave that out"
+            )
 
 
 def _check_whole(run: RunArguments) -> None:

@@ -511,13 +511,14 @@ def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def refuse_adapted_head(model: Checkpoint, lora: LoraConfig, revision: str = "main") -> None:
+def refuse_adapted_head(model: Checkpoint, lora: LoraConfig, revision: str = "main", *, folded: bool = False) -> None:
     """Raise `Unsupported` for an adapter on the output layer, as `adapted_outline` for others that cannot be.
 
     For trainers that compute log-probabilities from hidden states and the output layer's weight.
     """
-    if has_adapted_head(adapted_outline(config_of(model, revision), lora)):
+    outline = adapted_outline(config_of(model, revision), lora, folded=folded)
+    if has_adapted_head(outline) or hasattr(outline.get_output_embeddings(), "modules_to_save"):
         raise Unsupported(
             "log-probabilities are computed from the output layer's weight, so that an adapter on it would not be "
-            "trained: leave the output layer out of target_modules"
+            "trained: leave the output layer out of target_modules and modules_to_save"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -598,28 +599,48 @@ def _adapted_modules(config: PretrainedConfig, lora: LoraConfig) -> list[str]:
     return sorted({name.rpartition(".")[2] for name, module in named if "lora_A" in module._modules})
 
 
-def adapted_outline(config: PretrainedConfig, lora: LoraConfig) -> PreTrainedModel:
-    """The model with an adapter, without memory.
+def adapted_outline(config: PretrainedConfig, lora: LoraConfig, *, folded: bool = False) -> PreTrainedModel:
+    """The model with an adapter, without memory; of one that is published `folded`, whole modules may train too.
 
-    Raises: `Unsupported` for an adapter that engines cannot apply; `ValueError` for one of modules that the model does
-    not have.
+    Raises: `Unsupported` for an adapter that engines cannot apply; `ValueError` for one that PEFT cannot make, or of
+    modules some of which the model does not have.
     """
     from peft import inject_adapter_in_model
 
     from colo.engines.layout import empty_model
 
     model = empty_model(config, dtype=torch.bfloat16, attn_implementation=None)
-    settings = copy.deepcopy(lora)
+    settings, modules = copy.deepcopy(lora), dict(model.named_modules())
     # nothing is drawn for an outline, and PiSSA's kind would ask for weights
     settings.init_lora_weights = False
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", TIED_WARNING)
-        inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
-    check_lora_config(settings)  # to which PEFT may have added, parameters of experts for one
+        try:
+            inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+        except (re.error, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"PEFT cannot put the adapter on the model ({error}): change r, target_modules or modules_to_save"
+            ) from error
+    _check_named(settings, lora, modules)
+    check_lora_config(settings, folded=folded)  # to which PEFT may have added, parameters of experts for one
     embeddings = [name for name, module in model.named_modules() if getattr(module, "lora_embedding_A", None)]
-    if embeddings:
+    if embeddings and not folded:
         raise Unsupported(
             f"LoraConfig(target_modules=...) adapts {embeddings[0]}, an embedding, and engines apply adapters to "
             "linear modules only: leave it out of target_modules"
         )
     return model
+
+
+def _check_named(settings: LoraConfig, lora: LoraConfig, modules: Mapping[str, nn.Module]) -> None:
+    """Raise `ValueError` for a name in a list of `lora` that PEFT would leave out, since no module is called so."""
+    for option, before in (("target_modules", "."), ("modules_to_save", "")):
+        named, read = getattr(lora, option) or (), getattr(settings, option) or ()
+        # a text is a pattern; of a mixture's experts PEFT makes other names
+        for name in sorted(set(named) & set(read)) if not isinstance(named, str) else ():
+            if not any(f"{before}{module}".endswith(f"{before}{name}") for module in modules):
+                there = {path.rpartition(".")[2] for path, module in modules.items() if module._parameters}
+                raise ValueError(
+                    f"LoraConfig({option}=...) names {name!r}, and no module of the model is called so: leave it out, "
+                    f"or name some of {', '.join(sorted(there))}; 'all-linear' stands alone"
+                )

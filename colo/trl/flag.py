@@ -433,13 +433,14 @@ def _started(model: str, args: Any, options: dict[str, Any], folders: ExitStack)
     would read the reference of a KL term and the tokenizer at the hub's "main".
     """
     engine_options = _engine_options(model, args, options.pop("quantization_config", None))
+    given, folded = options.get("peft_config"), args.colo_fold_adapter
+    if getattr(given, "peft_type", None) == "LORA":
+        check_lora_config(given, folded=folded, advice=FOLDED)
+        # a TRL with the fused head computes from the head's weight alone, and would not train an adapter on it
+        if hasattr(grpo_trainer, "add_fused_lm_head"):
+            refuse_adapted_head(model, given, revision_of(engine_options or {}), folded=folded)
     # one that will be folded is TRL's to add: the engine has none
-    lora = None if args.colo_fold_adapter else options.pop("peft_config", None)
-    if getattr(lora, "peft_type", None) == "LORA":
-        check_lora_config(lora, advice=FOLDED)
-    # a TRL with the fused head computes from the head's weight alone, and would not train an adapter on it
-    if lora is not None and hasattr(grpo_trainer, "add_fused_lm_head"):
-        refuse_adapted_head(model, lora, revision_of(engine_options or {}))
+    lora = None if folded else options.pop("peft_config", None)
     if revision := (engine_options or {}).get("revision"):
         args.model_init_kwargs["revision"] = revision
         if options.get("processing_class") is None:

@@ -164,6 +164,15 @@ def test_an_adapter_is_saved_by_itself(colo, place):
     assert any(p.abs().sum() > 0 for name, p in model.named_parameters() if "lora_B" in name)
 
 
+def test_an_adapter_that_is_more_than_lora_is_trained_folded(colo, place):
+    more = ["--use_peft", "--use_dora", "--colo_fold_adapter", "--lora_modules_to_save", "norm"]
+    code, _, err = colo(*arguments(*more))
+    assert code == 0, err
+    trained = load_file("out/adapter_model.safetensors")
+    assert any(name.endswith("lora_magnitude_vector") for name in trained)
+    assert not torch.equal(trained["base_model.model.model.norm.weight"], weights("checkpoint")["model.norm.weight"])
+
+
 def test_it_evaluates_saves_and_a_resumed_run_ends_where_the_whole_one_does(colo, place):
     write_rows(SUMS[:4], "held_out.jsonl")
     more = ["--json", "--eval_strategy", "steps", "--eval_steps", "2", "--eval_dataset_name", "held_out.jsonl"]
@@ -437,10 +446,13 @@ def test_what_is_not_json_is_named_by_its_line(colo, place, unloaded):
         ("query_key_value", "query_key_value'} not found in the base model. Please check the target modules"),
         ("embed_tokens", "adapts model.embed_tokens, an embedding, .*: leave it out of target_modules"),
         ("lm_head", "an adapter on it would not be trained: leave the output layer out of target_modules"),
+        ("q_proj k_porj", "names 'k_porj', and no module of the model is called so: .*, k_proj, .*'all-linear' stands"),
+        ("all-linear q_proj", "names 'all-linear', and no module of the model is called so"),
+        ("[", r"PEFT cannot put the adapter on the model \(unterminated character set"),
     ],
 )
 def test_an_adapter_that_does_not_fit_the_model_is_named_before_that_is_loaded(colo, place, unloaded, modules, words):
-    code, err = bad(colo, "--use_peft", "--lora_target_modules", modules)
+    code, err = bad(colo, "--use_peft", "--lora_target_modules", *modules.split())
     assert code == 1 and re.search(words, err)
     assert len(said(err)) == 1
 
@@ -630,6 +642,32 @@ def test_wrong_usage_ends_with_2(colo, place, unloaded, given, words):
         (["--dataset_columns", "prompt"], "dataset_columns 'prompt' renames nothing: write the new name, =, and"),
         (["--dataset_columns", "prompt=text"], "has no column 'text' to call 'prompt', but prompt, solution"),
         (["--use_peft", "--use_dora"], "LoraConfig(use_dora=True) is not supported: DoRA changes"),
+        (
+            ["--lora_r", "8", "--use_rslora"],
+            "lora_r, use_rslora would be of no use without use_peft: pass --use_peft, or leave",
+        ),
+        (["--load_in_4bit"], "load_in_4bit would be of no use without use_peft"),
+        (["--colo_fold_adapter"], "colo_fold_adapter would be of no use without use_peft"),
+        (["--bnb_4bit_quant_type", "fp4"], "bnb_4bit_quant_type would be of no use without load_in_4bit"),
+        (
+            ["--use_peft", "--lora_alpha", "0"],
+            "lora_alpha scales the adapter: it must be a number of fp32 but 0, not 0",
+        ),
+        (["--use_peft", "--lora_dropout", "1"], "lora_dropout must be in [0, 1), not 1.0: PEFT would drop nothing, or"),
+        (["--use_peft", "--lora_dropout", "nan"], "lora_dropout must be in [0, 1), not nan"),
+        (["--use_peft", "--lora_r", "1000000000000000"], "PEFT cannot put the adapter on the model ("),
+        (
+            ["--use_peft", "--lora_task_type", "SEQ_CLS"],
+            "LoraConfig(task_type='SEQ_CLS') is not supported: PEFT would train that task's head",
+        ),
+        (
+            ["--use_peft", "--colo_fold_adapter", "--lora_modules_to_save", "nrom"],
+            "LoraConfig(modules_to_save=...) names 'nrom', and no module of the model is called so",
+        ),
+        (
+            ["--use_peft", "--colo_fold_adapter", "--lora_modules_to_save", "lm_head"],
+            "would not be trained: leave the output layer out of target_modules and modules_to_save",
+        ),
         (["--vllm_tensor_parallel_size", "2"], "vllm_tensor_parallel_size=2: colo runs an engine on each GPU"),
         (["--temperature", "0"], "temperature must be above 0, not 0.0: logits are divided by it"),
         (

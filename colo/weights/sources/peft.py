@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Iterable
 from dataclasses import fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from colo.engine import AdapterWeights
+from colo.engine import AdapterWeights, check_number
 from colo.errors import StaleWeights, Unsupported
 from colo.memory.storage import is_dtensor
 from colo.weights.sources.base import Gathered, plain_name
@@ -60,6 +61,9 @@ engine. Whatever else is set, now or in a later PEFT, computes something an engi
 _FOLDS = frozenset({"use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters"})
 """Settings of which the effect is in weights once the adapter is folded into them."""
 
+_WITH_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+"""Tasks for which PEFT adds modules to train, of models that sample nothing."""
+
 _REASONS = {
     "use_dora": "DoRA changes the weight's magnitude too",
     "modules_to_save": "whole modules would have to be trained and sent beside the adapter",
@@ -80,7 +84,9 @@ def check_lora_config(config: LoraConfig, *, folded: bool = False, advice: str =
     """Raise `Unsupported`, naming the setting and the reason, for what an engine could not apply exactly.
 
     `folded`: the engine gets whole weights with the adapter in them. `advice` is told where that would do.
+    Raises: `ValueError` for values with which nothing would be trained, or without the dropout that they ask for.
     """
+    _check_values(config)
     reason = _why_not_exact(config, folded=folded)
     if reason is not None and advice:
         check_lora_config(config, folded=True)  # where that is refused too, for its own reason
@@ -89,7 +95,21 @@ def check_lora_config(config: LoraConfig, *, folded: bool = False, advice: str =
         raise Unsupported(reason)
 
 
+def _check_values(config: LoraConfig) -> None:
+    for name in ("lora_alpha", "lora_dropout"):
+        check_number(name, getattr(config, name), Real, "a number")
+    if not 0 < abs(config.lora_alpha) < 2**127:
+        raise ValueError(f"lora_alpha scales the adapter: it must be a number of fp32 but 0, not {config.lora_alpha}")
+    if not 0 <= config.lora_dropout < 1:
+        raise ValueError(f"lora_dropout must be in [0, 1), not {config.lora_dropout}: PEFT would drop nothing, or all")
+
+
 def _why_not_exact(config: LoraConfig, *, folded: bool) -> str | None:
+    for task in _WITH_HEADS:
+        if config.task_type == task:
+            return (
+                f"LoraConfig(task_type={task!r}) is not supported: PEFT would train that task's head beside the adapter"
+            )
     for setting in fields(config):
         value = getattr(config, setting.name)
         # a list of what is allowed: a setting of a later PEFT is refused until it is known

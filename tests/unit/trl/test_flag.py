@@ -418,11 +418,13 @@ def test_a_named_model_that_will_be_sharded_is_loaded_by_trl(make, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(grpo_trainer, "add_fused_lm_head"), reason="this TRL trains adapters of output layers")
-def test_an_adapter_that_trl_would_not_train_is_refused_before_an_engine_starts(make, monkeypatch):
+@pytest.mark.parametrize("folded", [False, True])
+def test_an_adapter_that_trl_would_not_train_is_refused_before_an_engine_starts(make, monkeypatch, folded):
     monkeypatch.setattr("colo.trl.flag.start", lambda *_, **__: pytest.fail("an engine was started"))
     lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    given = {"model_init_kwargs": {"dtype": "float32"}, "colo_fold_adapter": folded}
     with pytest.raises(Unsupported, match="not be trained: leave the output layer out of target_modules"):
-        make_flagged(make, made_with={"peft_config": lora}, model_init_kwargs={"dtype": "float32"})
+        make_flagged(make, made_with={"peft_config": lora}, **given)
 
 
 def test_arguments_may_be_given_by_position(make, checkpoint, tmp_path):

@@ -218,6 +218,25 @@ def test_settings_that_an_engine_cannot_apply_are_refused_by_name(name, value):
         check_lora_config(lora(**{name: value}))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lora_alpha": 0}, "lora_alpha scales"),
+        ({"lora_alpha": float("nan")}, "fp32 but 0, not nan"),
+        ({"lora_alpha": 1e39}, "fp32 but 0, not 1e"),
+        ({"lora_alpha": "16"}, "lora_alpha must be a number, not '16'"),
+        ({"lora_dropout": 1}, r"\[0, 1\), not 1"),
+        ({"lora_dropout": -0.1}, r"\[0, 1\), not -0.1"),
+        ({"lora_dropout": None}, "lora_dropout must be a number, not None"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("folded", [False, True])
+def test_values_with_which_an_adapter_trains_otherwise_than_asked_are_refused(options, words, folded):
+    with pytest.raises((TypeError, ValueError), match=words):
+        check_lora_config(lora(**options), folded=folded)
+
+
 @pytest.mark.parametrize("options", [*PATTERNS.values(), {"lora_dropout": 0.1}, {"init_lora_weights": False}])
 def test_settings_that_change_no_more_than_a_b_and_scaling_are_fine(options):
     check_lora_config(lora(**options))
