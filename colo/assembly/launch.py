@@ -56,7 +56,7 @@ from colo.runtime import Runtime
 from colo.trainer.master_weights import MakeOptimizer, MasterWeights
 from colo.weights.packed import BITSANDBYTES, method_of, pack, refuse_quantized
 from colo.weights.sources.heads import refuse_heads
-from colo.weights.sources.module import ModuleSource
+from colo.weights.sources.module import ModuleSource, why_shared
 from colo.weights.sources.peft import TIED_WARNING, check_lora_config, has_adapted_head, warn_of_tied_head
 from colo.weights.transports.choice import record_plan, why_not_shared
 
@@ -378,7 +378,11 @@ def _refuse_other_weights(given: nn.Module, built: nn.Module) -> None:
         raise Unsupported(
             f"the model's weights are not those that its config says: {len(other)} of them, {other[0]} for one, are in "
             f"{'the model' if other[0] in names else 'what the config builds'} alone, and launch builds a model of the "
-            "config. Say in the config what the model has (tie_word_embeddings, num_hidden_layers), or tie its weights"
+            "config. "
+            + (
+                why_shared(given)
+                or "Say in the config what the model has (tie_word_embeddings, num_hidden_layers), or tie its weights"
+            )
         )
 
 

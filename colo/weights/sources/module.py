@@ -247,6 +247,25 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in all_modules(model) if kind is not None and isinstance(module, kind)]
 
 
+def why_shared(model: nn.Module) -> str:
+    """Name two places in which a model has one module, or one weight, but for its output layer; else nothing."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    places: dict[int, str] = {}
+    for second, parameter in model.named_parameters(remove_duplicate=False):
+        first, kind = places.setdefault(id(parameter), second), "weight"
+        if first == second or parameter is getattr(output, "weight", None):
+            continue
+        owners = first.rpartition(".")[0], second.rpartition(".")[0]
+        while owners[0] != owners[1] and model.get_submodule(owners[0]) is model.get_submodule(owners[1]):
+            (first, second), kind = owners, "module"
+            owners = first.rpartition(".")[0], second.rpartition(".")[0]
+        return (
+            f"{first} and {second} of the model are one {kind}, and the engine has one for each: put a copy.deepcopy "
+            "of it in the second place, before the optimizer is made"
+        )
+    return ""
+
+
 def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Floating-point buffers that checkpoints hold, by name, each once."""
     seen: set[int] = set()

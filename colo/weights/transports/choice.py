@@ -11,7 +11,7 @@ from torch import nn
 
 from colo.config import RuntimeConfig, Weights
 from colo.engine import Engine, LoadPlans, PacksWeights, in_all_ranks
-from colo.errors import StaleWeights, Unsupported
+from colo.errors import StaleWeights, TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
 from colo.memory.probe import has_room
 from colo.memory.storage import is_dtensor, places_of, with_own_storage
@@ -19,7 +19,7 @@ from colo.phases.phase import ENGINE_WEIGHTS
 from colo.weights.packed import PackedWeight, is_packed
 from colo.weights.sources.base import WeightSource
 from colo.weights.sources.folded import FoldedSource
-from colo.weights.sources.module import ModuleSource, check_taken
+from colo.weights.sources.module import ModuleSource, check_taken, why_shared
 from colo.weights.transports.base import Transport
 from colo.weights.transports.ipc import IpcTransport, Peer
 from colo.weights.transports.local import LocalTransport
@@ -125,9 +125,14 @@ def record_plan(engine: Engine, source: WeightSource) -> tuple[dict[str, torch.T
     if not isinstance(engine, LoadPlans):
         why = f"the {engine.name} engine does not say where its weights lie"
         return source.tensors(), source.given_to(lambda given: LoadPlan.of(given, fallbacks=dict.fromkeys(given, why)))
-    plan, left_out = in_all_ranks(
-        engine, "recording a load plan", lambda: source.given_to(engine.record_plan), lambda plan: plan.left_out
-    )
+    try:
+        plan, left_out = in_all_ranks(
+            engine, "recording a load plan", lambda: source.given_to(engine.record_plan), lambda plan: plan.left_out
+        )
+    except TransferError as error:
+        if why := next(filter(None, map(why_shared, source.modules)), ""):
+            raise TransferError(why) from error
+        raise
     tensors = source.tensors()
     check_taken(tensors, left_out)
     return tensors, plan

@@ -112,6 +112,7 @@ def take_a_layer_out(model):
     [
         (untie, "lm_head.weight for one, are in the model alone"),
         (share_a_layer, r"model.layers.1\S+ for one, are in what the config builds alone"),
+        (share_a_layer, "model.layers.0 and model.layers.1 of the model are one module, and the engine has one"),
         (take_a_layer_out, r"model.layers.1\S+ for one, are in what the config builds alone"),
     ],
 )

@@ -1,7 +1,10 @@
 """Engines that are started for a model which exists, and pairs of both that wait for an optimizer."""
 
+import copy
 import gc
+import operator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +21,7 @@ from colo.config import RuntimeConfig
 from colo.engine import EngineState
 from colo.engines.torch import TorchEngine
 from colo.engines.vllm.client import start
+from colo.errors import TransferError
 from colo.memory.offload import Mover
 from colo.planning.estimate import SAMPLER_BYTES_PER_LOGIT
 from colo.runtime import Runtime, construction, lifetime, turns
@@ -48,6 +52,30 @@ def test_an_engine_is_started_for_a_model_and_shares_its_weights():
         after = rt.generate([[1, 2, 3]], max_tokens=4, temperature=0)
         assert before[0].weights_version == 0 and after[0].weights_version == 1
     assert model(torch.tensor([[1, 2]])).logits.isfinite().all(), "the model goes on without colo"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("", "module"), (".mlp", "module"), (".input_layernorm", "module"), (".mlp.gate_proj.weight", "weight")],
+)
+@pytest.mark.parametrize("lora", [False, True])
+def test_layers_that_share_a_module_are_named_with_what_to_change(path, kind, lora):
+    model = made()
+    first, second = (f"model.layers.{number}{path}" for number in range(2))
+    owner, _, name = second.rpartition(".")
+    give = partial(setattr, model.get_submodule(owner), name)
+    shared = operator.attrgetter(first)(model)
+    give(shared)
+    before = "base_model.model." if lora else ""
+    trained = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if lora else model
+    words = f"^{before}{first} and {before}{second} of the model are one {kind}, .* put a copy.deepcopy"
+    with pytest.raises(TransferError, match=words):
+        colo.share("torch", trained, adamw(trained.parameters()), config=CONFIG)
+    assert model(torch.tensor([[1, 2]])).logits.isfinite().all()
+    if not lora:
+        give(copy.deepcopy(shared))
+        with colo.share("torch", model, adamw(model.parameters()), config=CONFIG) as rt:
+            assert rt.transport.name == "shared"
 
 
 @pytest.mark.parametrize("max_num_seqs", [16, 256, 1024])
