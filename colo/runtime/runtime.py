@@ -394,6 +394,7 @@ class Runtime:
         )
 
     def __enter__(self) -> Runtime:
+        self._turns.check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -460,7 +461,7 @@ class Runtime:
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
-        self._turns.check_process()
+        self._turns.check_open()
         # checked by the config's own rules
         self._turns.accumulation_steps = replace(self.config, accumulation_steps=steps).accumulation_steps
 

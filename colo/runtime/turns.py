@@ -180,6 +180,12 @@ class Turns:
                 "it: use the runtime there, and give children what they need as plain data"
             )
 
+    def check_open(self) -> None:
+        """Raise `PhaseError` after `close()`, and in a forked child."""
+        self.check_process()
+        if self.turn is Turn.CLOSED:
+            next_turn(Verb.LEAVE, self.turn)
+
     def require(self, verb: Verb, *, called: str | None = None) -> None:
         """Raise `PhaseError` unless `verb` is allowed now. What nobody is in by name is left first.
 

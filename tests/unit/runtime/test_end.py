@@ -40,9 +40,20 @@ def test_nothing_works_after_close_and_closing_twice_is_fine():
     rt.close()
     rt.close()
     assert rt.engine.before_generate is None
-    for use in (lambda: rt.generate([[1]]), lambda: rt.rollout().__enter__(), lambda: rt.train().__enter__()):
+    uses = [
+        rt.__enter__,
+        lambda: setattr(rt, "accumulation_steps", 2),
+        lambda: rt.generate([[1]]),
+        lambda: rt.rollout().__enter__(),
+        lambda: rt.train().__enter__(),
+        lambda: rt.enter(Phase.TRAIN),
+        rt.recover,
+        lambda: rt.park(torch.nn.Linear(2, 2)),
+    ]
+    for use in uses:
         with pytest.raises(colo.PhaseError, match="the runtime is closed"):
             use()
+    assert rt.report().facts and rt.accumulation_steps == 1
     ids = torch.tensor([[1, 2, 3]])
     rt.model(input_ids=ids, labels=ids).loss.backward()
     rt.optimizer.step()

@@ -37,6 +37,7 @@ CALLS = {
     "rollout": lambda rt: rt.rollout().__enter__(),
     "train": lambda rt: rt.train().__enter__(),
     "a block made before": lambda rt: rt.made_before.__enter__(),
+    "with": lambda rt: rt.__enter__(),
     "enter": lambda rt: rt.enter(Phase.ROLLOUT),
     "enter none": lambda rt: rt.enter(None),
     "generate": lambda rt: rt.generate([[1, 2]]),
