@@ -68,6 +68,8 @@ def file_option(*names: str, suffix: str = "", **options: Any) -> Callable[[Comm
 
     def check(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
         if path is not None:
+            if path.is_dir():  # an empty name, which click takes for none
+                raise click.BadParameter(f"{str(path)!r} is a folder.")
             _check_file(path, suffix)
         return path
 

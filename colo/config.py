@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import wraps
+from numbers import Real
 from typing import Any
 
 from colo.units import GIB, MIB, parse_bytes
@@ -195,7 +196,12 @@ class RuntimeConfig:
             if not isinstance(value, int) or isinstance(value, bool):
                 size = " of bytes, such as 4 * 2**30, or a text such as '4GiB'" if entry.name.endswith("_bytes") else ""
                 raise TypeError(f"{entry.name} must be a whole number{size}, not {value!r}")
-        if isinstance(self.max_mismatch, str | bool):
+            if entry.name.endswith("_bytes") and value >= 2**63:
+                raise ValueError(f"{entry.name} must be less than 2**63, as sizes of memory are, not {value}")
+        limit: Any = self.max_mismatch
+        limit = limit.tolist() if hasattr(limit, "tolist") else limit
+        object.__setattr__(self, "max_mismatch", limit)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Real)):
             raise TypeError(f"max_mismatch must be a number or None, not {self.max_mismatch!r}")
         if self.max_mismatch is not None and not self.max_mismatch > 0:
             raise ValueError(f"max_mismatch must be positive or None, not {self.max_mismatch}")

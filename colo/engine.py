@@ -109,7 +109,8 @@ class SamplingParams:
             check_number(name, getattr(self, name), Integral, "a whole number")
         for name in ("temperature", "top_p", "min_p"):
             check_number(name, value := getattr(self, name), Real, "a number")
-            if not isinstance(value, int | float):  # a fraction, which torch does not compute with
+            # torch computes with no fractions, and with integers of 64 bits; what no float holds is refused below
+            if abs(value) <= sys.float_info.max:
                 object.__setattr__(self, name, float(value))
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", _LEAST_TEMPERATURE)
@@ -119,6 +120,7 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         checks = {
             "n must be at least 1": self.n >= 1,
+            "ignore_eos must be True or False": self.ignore_eos in (True, False),  # "false" would be true
             "max_tokens must be at least 1": self.max_tokens >= 1,
             "temperature must be at least 0 and finite": 0 <= self.temperature <= sys.float_info.max,
             "top_p must be in (0, 1]": 0 < self.top_p <= 1,

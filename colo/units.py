@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -41,6 +43,8 @@ def format_bytes(num_bytes: float) -> str:
     """A size in the binary unit that keeps it readable, such as `1.53 GiB` or `-512 B`."""
     for factor, unit in ((1 << 40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(num_bytes) >= factor:
+            if abs(num_bytes) > sys.float_info.max:  # an integer that no float holds
+                return f"{Decimal(num_bytes) / factor:.2e} {unit}"
             return f"{num_bytes / factor:.2f} {unit}"
     return f"{num_bytes:.0f} B"
 

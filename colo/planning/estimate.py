@@ -103,6 +103,8 @@ class Workload:
         for name, value in contrary if self.moment_dtype is MomentDtype.BFLOAT16 else ():
             if getattr(self, name) is value:
                 raise ValueError(f"moment_dtype bfloat16 is of streamed AdamW or SGD, and {name} is {value}")
+        if self.release_gradients and self.state is OptimizerState.RESIDENT:
+            raise ValueError("release_gradients steps streamed state, and state is resident: leave one out")
         if self.fold_adapter and self.mode is not Mode.LORA:
             raise ValueError(f"fold_adapter is for mode lora, an adapter on 16-bit weights, and mode is {self.mode}")
 
@@ -368,9 +370,10 @@ def _fitting(found: Estimate, **changes: Any) -> Estimate | None:
 def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
     """Estimate with the optimizer's state where it is asked for: `auto` streams it where the whole does not fit.
 
-    So it does where moments are kept in bf16, of which then as much stays on the device as fits.
+    So it does where moments are kept in bf16, of which then as much stays on the device as fits, and where gradients
+    are released.
     """
-    if w.state is OptimizerState.STREAMED or w.moment_dtype is MomentDtype.BFLOAT16:
+    if w.state is OptimizerState.STREAMED or w.moment_dtype is MomentDtype.BFLOAT16 or w.release_gradients:
         return _estimated(shape, w, streamed=True)
     resident = _estimated(shape, w, streamed=False)
     if w.state is OptimizerState.RESIDENT or resident.fits:

@@ -195,10 +195,15 @@ class Runtime:
         # the lock covers the phase as well: another thread's `generate` must not find it half entered
         with self._turns.lock:
             self._turns.require(Verb.GENERATE)
+            # before memory moves for them
+            if how:  # asked for by name, in parts
+                params, sampling = None, options_of(self.engine, params, sampling)
+            params = self.engine.sampling_params(params, **sampling)
+            token_ids = encode_prompts(prompts, self.tokenizer)
             if self._turns.phase is None:
                 with self.rollout():
-                    return self._sample(prompts, params, sampling, how)
-            return self._sample(prompts, params, sampling, how)
+                    return self._sample(token_ids, params, sampling, how)
+            return self._sample(token_ids, params, sampling, how)
 
     def async_rollout(self, *, max_age: int | None = None) -> AsyncRollout:
         """Let engines elsewhere sample while the trainer works: `with rt.async_rollout() as rollout:`.
@@ -221,12 +226,8 @@ class Runtime:
         )
 
     def _sample(
-        self, prompts: Prompts, params: Any, sampling: Mapping[str, Any], how: Mapping[str, Any]
+        self, token_ids: list[list[int]], params: Any, sampling: Mapping[str, Any], how: Mapping[str, Any]
     ) -> list[Completion]:
-        if how:  # asked for by name, in parts
-            params, sampling = None, options_of(self.engine, params, sampling)
-        params = self.engine.sampling_params(params, **sampling)
-        token_ids = encode_prompts(prompts, self.tokenizer)
         self.versions.refresh()
         published = self.versions.publisher.adapter_name
         # a model whose adapter is switched off is asked as its base

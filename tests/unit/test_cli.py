@@ -155,6 +155,7 @@ def untrained(monkeypatch):
         (["--html", "file/demo.html"], "file' is not a folder that can be written to"),
         (["--json", "file/new/demo.json"], "file' is not a folder that can be written to"),
         (["--png", "."], "'.' is a directory"),
+        (["--json", ""], "'.' is a folder"),
     ],
 )
 def test_demo_looks_at_its_files_before_it_trains(colo, untrained, tmp_path, monkeypatch, arguments, words):

@@ -56,6 +56,7 @@ def test_a_number_that_lacks_its_unit_is_refused_where_a_size_has_a_least_value(
         (-3 * MIB, "-3.00 MiB"),
         (1.53 * GIB, "1.53 GiB"),
         (2048 * GIB, "2.00 TiB"),
+        (10**400, "9.09e+387 TiB"),
     ],
 )
 def test_sizes_are_written_in_the_unit_that_keeps_them_readable(num_bytes, text):

@@ -27,6 +27,10 @@ def test_a_count_beyond_all_memory_is_refused_and_the_engine_goes_on():
     with colo.launch(tiny_qwen3(), device="cpu", config=colo.RuntimeConfig(kv_cache_bytes=MIB)) as rt:
         with pytest.raises(BudgetError, match=r"n=1000000000000 .* of host memory, and .* are available: lower n"):
             rt.generate([[1, 2]], n=10**12)
+        with pytest.raises(
+            BudgetError, match=r"at least 4\.66e\+390 TiB of host memory, and .* are available: lower n"
+        ):
+            rt.generate([[1, 2]], n=10**400)
         assert len(rt.generate([[1, 2]], n=2, max_tokens=1)) == 2
 
 
@@ -54,6 +58,7 @@ def test_sampling_options_of_another_type_are_named(option, words):
     [
         ({"stop_token_ids": [1, 2**63]}, "stop_token_ids must be numbers of 64 bits, but is"),
         ({"stop_token_ids": [-(10**30)]}, "stop_token_ids must be numbers of 64 bits, but is"),
+        ({"ignore_eos": "false"}, "ignore_eos must be True or False, but is false"),
         ({"temperature": 10**400}, "temperature must be at least 0 and finite, but is 1000"),
         ({"seed": [1, 2**64]}, "seed must be numbers of 64 bits, with n added, but is"),
         ({"seed": [2**64 - 1], "n": 2}, "seed must be numbers of 64 bits, with n added, but is"),
@@ -76,6 +81,9 @@ def test_the_largest_seeds_and_stop_tokens_are_taken():
         for seed in (2**100, -(2**100), [2**64 - 2], [-(2**63)]):
             found = rt.generate([[1]], n=2, max_tokens=2, seed=seed, stop_token_ids=[2**63 - 1, -(2**63)])
             assert len(found) == 2
+        with rt.train():
+            pass
+        assert len(rt.generate([[1]], max_tokens=2, temperature=2**64)) == 1
 
 
 @pytest.mark.parametrize("of", [np.array, torch.tensor, lambda value: np.array(value)[()]])

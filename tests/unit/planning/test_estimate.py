@@ -327,6 +327,7 @@ def test_of_streamed_state_stays_what_every_phase_leaves_free():
     assert found.step_wait_s == pytest.approx((found.state_bytes - stays) / 54.6e9)
     assert streamed.resident_state_bytes == plan(state="resident").resident_state_bytes == 0
     assert plan(release_gradients=True).resident_state_bytes == 0
+    assert plan(release_gradients=True).streamed, "as RuntimeConfig has it"
     assert plan(gpu_memory_bytes=found.needed_bytes).resident_state_bytes == 0
     assert plan(optimizer="adafactor", gpu_memory_bytes=50 * GIB).streamed
     assert plan(optimizer="adafactor", gpu_memory_bytes=50 * GIB).resident_state_bytes == 0, "of whole parameters"
@@ -555,6 +556,11 @@ def test_numbers_of_numpy_plan_what_pythons_plan():
     found = plan(**{name: np.int32(size) for name, size in sizes.items()}).to_json()
     assert found == plan(**sizes).to_json()
     assert json.loads(json.dumps(found)) == found
+
+
+def test_gradients_are_not_released_beside_resident_state():
+    with pytest.raises(ValueError, match="release_gradients steps streamed state, and state is resident"):
+        plan(release_gradients=True, state="resident")
 
 
 def test_an_unknown_or_missing_field_is_refused():

@@ -108,6 +108,15 @@ def test_conversations_encodings_and_tensors_are_the_prompts_that_they_encode(tm
             rt.generate([{"role": "user", "content": "1" * 65}])
         with pytest.raises(colo.Unsupported, match="message 0 of prompt 0 has a part of type 'image'"):
             rt.generate([{"role": "user", "content": [{"type": "image"}]}])
+        count = len(rt.trace.spans)
+        for prompt, more in (
+            ({"prompt": "1", "multi_modal_data": {}}, {}),
+            ("1", {"n": 0}),
+            ("1", {"until": 1, "n": 0}),
+        ):
+            with pytest.raises((colo.Unsupported, ValueError)):
+                rt.generate([prompt], **more)
+        assert len(rt.trace.spans) == count, "memory moved for what cannot be sampled"
 
 
 def test_texts_are_decoded_when_they_are_read(tmp_path):
