@@ -125,6 +125,8 @@ def check_args(args: Any) -> None:
         raise Unsupported(_DEEPSPEED)
     if getattr(args, "colo_offload_activations", False):
         _check_offloading(args)
+    if getattr(args, "vllm_importance_sampling_correction", False):
+        _check_correction(args)
     # TRL asks only where `use_vllm` is set as a trainer is made, and colo sets it later
     if getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction:
         mode = args.vllm_importance_sampling_mode
@@ -133,6 +135,25 @@ def check_args(args: Any) -> None:
                 f"loss_type='vespo' takes a correction of each token, and vllm_importance_sampling_mode={mode!r} is of "
                 "sequences: set 'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False"
             )
+
+
+def _check_correction(args: Any) -> None:
+    """Raise `ValueError` for a correction that TRL does not know, or with which losses are zero or turned round."""
+    mode, low = args.vllm_importance_sampling_mode, getattr(args, "vllm_importance_sampling_clip_min", None)
+    if mode not in _CORRECTIONS:
+        raise ValueError(f"vllm_importance_sampling_mode must be one of {', '.join(_CORRECTIONS)}, not {mode!r}")
+    # TRL's earlier name of it, too
+    names = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap")
+    name = names[0] if hasattr(args, names[0]) else names[1]
+    high = math.inf if (given := getattr(args, name, None)) is None else given
+    if high <= 0 or (mode.endswith("mask") and not (low or 0) <= 1 <= high):
+        raise ValueError(
+            f"vllm_importance_sampling_mode={mode!r} with {name}={high:g} and vllm_importance_sampling_clip_min={low} "
+            "leaves nothing to train on, since ratios of equal probabilities are 1: set limits below and above 1"
+        )
+
+
+_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def _check_offloading(args: Any) -> None:
@@ -172,7 +193,7 @@ def check_options(args: Any, *, makes_optimizer: bool = True) -> None:
     if (args.save_strategy == "best" or args.load_best_model_at_end) and args.metric_for_best_model is None:
         raise ValueError("save_strategy 'best' compares a metric: set metric_for_best_model, or another save_strategy")
     of_evaluation = ("per_device_eval_batch_size", "eval_accumulation_steps", "num_generations_eval")
-    for name in ("num_iterations", *(of_evaluation if args.eval_strategy != "no" else ())):
+    for name in ("num_iterations", "vllm_max_model_length", *(of_evaluation if args.eval_strategy != "no" else ())):
         if (count := getattr(args, name, None)) is not None and count < 1:
             raise ValueError(f"{name} must be at least 1, not {count}")
     for what, names, make in _MADE:
@@ -282,7 +303,10 @@ def check_released(args: Any) -> None:
         )
 
 
-_OF_TRLS_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_model_impl", "vllm_server_base_url")
+_OF_TRLS_VLLM = (
+    *("vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_model_impl", "vllm_group_port"),
+    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
+)
 
 
 def warn_of_unused(args: Any) -> None:

@@ -698,6 +698,21 @@ def test_wrong_usage_ends_with_2(colo, place, unloaded, given, words):
         (["--torch_compile", "--torch_compile_backend", "none"], "torch.compile cannot be had ('NONE' is not a valid"),
         (["--torch_compile", "--torch_compile_mode", "fast"], "torch.compile cannot be had (Unrecognized mode=fast"),
         (["--neftune_noise_alpha", "-1"], "neftune_noise_alpha must be at least 0, and a number of fp32, not -1.0"),
+        (["--vllm_max_model_length", "0"], "vllm_max_model_length must be at least 1, not 0"),
+        (["--vllm_importance_sampling_mode", "mask"], "vllm_importance_sampling_mode must be one of token_truncate, "),
+        (
+            ["--vllm_importance_sampling_clip_max", "0.5"],
+            "vllm_importance_sampling_mode='sequence_mask' with vllm_importance_sampling_clip_max=0.5 and "
+            "vllm_importance_sampling_clip_min=None leaves nothing to train on",
+        ),
+        (
+            ["--vllm_importance_sampling_clip_min", "1.5"],
+            "clip_max=3 and vllm_importance_sampling_clip_min=1.5 leaves nothing to train on",
+        ),
+        (
+            ["--vllm_importance_sampling_mode", "token_truncate", "--vllm_importance_sampling_clip_max", "-1"],
+            "'token_truncate' with vllm_importance_sampling_clip_max=-1 and",
+        ),
         (["--num_iterations", "-1"], "num_iterations must be at least 1, not -1"),
         (
             ["--eval_strategy", "steps", "--eval_accumulation_steps", "0", "--eval_dataset_name", "sums.jsonl"],

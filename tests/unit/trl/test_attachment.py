@@ -182,6 +182,7 @@ def test_plain_sampling_is_not_warned_about(make, attach):
             {"vllm_server_base_url": "http://127.0.0.1:8000"},
             "vllm_server_base_url='http://127.0.0.1:8000' .* no effect",
         ),
+        ({"vllm_mode": "server", "vllm_server_port": 8001}, "vllm_mode='server', vllm_server_port=8001 .* no effect"),
     ],
     ids=str,
 )
