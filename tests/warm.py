@@ -100,6 +100,11 @@ def _serve(arguments, log, environment):
     os.setsid()
     os.environ.update(environment)
     _write_to(log, 1, 2)
+    serve_here(arguments)
+
+
+def serve_here(arguments):
+    """Be vLLM's server, whose engine is a fork and need not import vLLM again."""
     sys.argv[1:] = arguments
     os.register_at_fork(after_in_child=_close_address)
     here = multiprocessing.get_context("fork")

@@ -13,6 +13,7 @@ from ray.cluster_utils import Cluster
 
 from colo.integrations import ray as integration
 from colo.integrations.ray import Servers, run_ranks
+from tests import warm
 
 
 def add_up(more):
@@ -61,14 +62,20 @@ class Watched:
         return getattr(self.out, name)
 
 
-def in_one_process(command, *arguments, **options):
-    """The example's servers with engine and worker in one process: on a CPU they would be two, which take turns."""
-    executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    return Servers([*command, "--distributed-executor-backend", executor], *arguments, **options)
+def forked(command, *arguments, **options):
+    """The example's servers with engine and worker in one process, a fork of the server's.
+
+    On a CPU they would be two, which take turns, and import vLLM once more.
+    """
+    python, module, _, *given = command
+    assert module == "-m"
+    start = "import sys; from tests import warm; warm.serve_here(sys.argv[1:])"
+    command = [python, "-c", start, *given, "--distributed-executor-backend", warm.IN_ONE_PROCESS]
+    return Servers(command, *arguments, **options)
 
 
 def main(model):
-    integration.Servers = in_one_process
+    integration.Servers = forked
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     cluster.add_node(num_cpus=1)
     lost = cluster.add_node(num_cpus=1)
