@@ -206,9 +206,7 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
 
     def step_part(self, parameters: Iterable[torch.Tensor]) -> None:
         """Step some parameters, those with gradients, within a step whose end the caller knows."""
-        self._return_to_start()
         self.copy_hyperparameters()
-        self._note_start()
         self.changes, self._counted = None, []
         parameters = list(parameters)
         try:
@@ -309,10 +307,14 @@ class MasterWeightsOptimizer(torch.optim.Optimizer):
         ours = [[self.masters[p].tensor if p in self.masters else p for p in g["params"]] for g in self.param_groups]
         if [list(map(id, params)) for params in ours] != [list(map(id, g["params"])) for g in self.inner.param_groups]:
             raise Unsupported(REGROUPED)
+        self._return_to_start()
         shown = itertools.chain(self._shown, itertools.repeat({}))
         for outer, inner, before in zip(self.param_groups, self.inner.param_groups, shown, strict=False):
             # only what differs from what we have shown: the inner optimizer's own counters must not be set back
             inner.update({k: v for k, v in _without_parameters(outer).items() if k not in before or before[k] is not v})
+        # a step may fail before it shows them: what is set back then differs from these
+        self._shown = [_without_parameters(outer) for outer in self.param_groups]
+        self._note_start()
 
     def show_hyperparameters(self) -> None:
         """Copy hyperparameters and counters of the inner optimizer's groups into our own groups."""

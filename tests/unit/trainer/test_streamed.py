@@ -265,6 +265,27 @@ def full_device(monkeypatch, at, *, stepped):
         yield
 
 
+@kinds
+@pytest.mark.parametrize("make", [streamed, lambda trained, mover: TrainerState(trained.optimizer, mover)])
+def test_a_hyperparameter_that_made_a_step_fail_is_set_back(kind, make, mover):
+    twin, ours = Trained(kind), Trained(kind)
+    state = make(ours, mover)
+    for number in range(2):
+        for trained in (twin, ours):
+            trained.step(number)
+        group = ours.optimizer.param_groups[0]
+        before = dict(group)
+        group.update(amsgrad=True, lr=0.5)  # for which torch's state lacks a moment
+        ours.backward(number)
+        with pytest.raises(KeyError, match="max_exp_avg_sq"):
+            ours.optimizer.step()
+        group.update(amsgrad=before["amsgrad"], lr=before["lr"])
+    for trained in (twin, ours):
+        trained.step(2)
+    assert_same(ours, twin)
+    state.close()
+
+
 SOME, ALL = 20_000, MIB  # of the state, that stays on the device
 
 
