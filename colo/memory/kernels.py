@@ -9,8 +9,6 @@ import triton.language as tl
 
 _BLOCK = 4096  # masters that one program handles
 
-_BLOCKS = 16  # blocks of digests whose changes one program counts
-
 _WORDS_AT_ONCE = 1024  # words of a tile that a program loads before it stores the first
 
 _TILES_PER_PROGRAM = 4  # few, so that NCCL's blocks come in as soon as programs end
@@ -165,27 +163,21 @@ def _open(weights, remainders, digests, numbers, masters, count, BLOCK: tl.const
 
 
 @triton.jit
-def _close(masters, weights, remainders, digests, numbers, changed, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Split some blocks of masters, digest their weights and count those that are others than before."""
+def _close(masters, weights, remainders, digests, numbers, changed, count, BLOCK: tl.constexpr):
+    """Split a block of masters, digest its weights and count those that are others than before."""
     lane = tl.arange(0, BLOCK)
-    number = tl.load(numbers + lane)
-    others = tl.zeros([BLOCK], tl.int32)
-    for nth in range(BLOCKS):  # several, or additions to the one count would take longer than all else
-        block = tl.program_id(0).to(tl.int64) * BLOCKS + nth
-        at = block * BLOCK + lane
-        inside = at < count
-        bits = tl.load(masters + at, mask=inside, other=0)
-        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        upper = (bits + 0x8000) >> 16
-        remainder = tl.where(is_nan, 0, bits - (upper << 16))
-        weight = tl.where(is_nan, tl.where(bits < 0, -64, 0x7FC0), upper).to(tl.int16)
-        before = tl.load(weights + at, mask=inside, other=0)
-        tl.store(weights + at, weight, mask=inside)
-        tl.store(remainders + at, remainder.to(tl.int16), mask=inside)
-        digest = tl.sum((weight.to(tl.int32) * number).to(tl.int64))
-        tl.store(digests + block, digest, mask=block * BLOCK < count)
-        others += tl.where(inside & (weight != before), 1, 0)
-    tl.atomic_add(changed, tl.sum(others).to(tl.int64))
+    at = tl.program_id(0).to(tl.int64) * BLOCK + lane
+    inside = at < count
+    bits = tl.load(masters + at, mask=inside, other=0)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    upper = (bits + 0x8000) >> 16
+    remainder = tl.where(is_nan, 0, bits - (upper << 16))
+    weight = tl.where(is_nan, tl.where(bits < 0, -64, 0x7FC0), upper).to(tl.int16)
+    before = tl.load(weights + at, mask=inside, other=0)
+    tl.store(weights + at, weight, mask=inside)
+    tl.store(remainders + at, remainder.to(tl.int16), mask=inside)
+    tl.store(digests + tl.program_id(0), tl.sum((weight.to(tl.int32) * tl.load(numbers + lane)).to(tl.int64)))
+    tl.atomic_add(changed, tl.sum(tl.where(inside & (weight != before), 1, 0)).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -226,8 +218,8 @@ def close_masters(masters, weights, remainders, digests, numbers, changed) -> No
     if count := weights.numel():
         with torch.cuda.device_of(weights):
             size = numbers.numel()
-            grid, switches = (triton.cdiv(count, size * _BLOCKS),), {"BLOCK": size, "BLOCKS": _BLOCKS}
-            _close[grid](masters, weights, remainders, digests, numbers, changed, count, **switches)
+            grid = (triton.cdiv(count, size),)
+            _close[grid](masters, weights, remainders, digests, numbers, changed, count, BLOCK=size)
 
 
 def split_masters(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

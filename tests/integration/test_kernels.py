@@ -47,11 +47,7 @@ for function, signature, constants in (
         for c, d, o in ((True, False, False), (False, True, False), (True, True, False), (False, False, True))
     ),
     (kernels._open, halves | digested | {"masters": "*i32", "count": "i64"}, {"BLOCK": 1024}),
-    (
-        kernels._close,
-        {"masters": "*i32"} | halves | digested | {"changed": "*i64", "count": "i64"},
-        {"BLOCK": 1024, "BLOCKS": kernels._BLOCKS},
-    ),
+    (kernels._close, {"masters": "*i32"} | halves | digested | {"changed": "*i64", "count": "i64"}, {"BLOCK": 1024}),
     (kernels._split, {"masters": "*i32"} | halves | {"count": "i64"}, {"BLOCK": kernels._BLOCK}),
     (kernels._round, {"values": "*i32", "rounded": "*i16", "seed": "i64", "count": "i64"}, {"BLOCK": kernels._BLOCK}),
 ):
