@@ -393,9 +393,10 @@ def test_state_that_is_touched_within_a_rollout_is_brought_or_named():
 
 
 def test_what_cannot_be_streamed_says_so():
-    config = RuntimeConfig(kv_cache_bytes=KV_BYTES, optimizer="streamed")
-    with pytest.raises(Unsupported, match=r"optimizer='streamed': LBFGS.step asks for a closure"):
-        runtimes.launch(optimizer=torch.optim.LBFGS, config=config)
+    for setting in ({"optimizer": "streamed"}, {"release_gradients": True}):
+        (name, value), config = *setting.items(), RuntimeConfig(kv_cache_bytes=KV_BYTES, **setting)
+        with pytest.raises(Unsupported, match=rf"{name}={value!r}: LBFGS.step asks for a closure"):
+            runtimes.launch(optimizer=torch.optim.LBFGS, config=config)
     with pytest.raises(ValueError, match='offload="never" rules out'):
         RuntimeConfig(optimizer="streamed", offload="never")
     with pytest.raises(ValueError, match="optimizer must be one of auto, resident, streamed, not 'host'"):
@@ -440,16 +441,19 @@ def released(rt, steps):
     return train(rt, steps), max(held)
 
 
-def test_gradients_that_are_released_are_those_of_two_buckets_and_train_the_same_weights():
+@pytest.mark.parametrize(("state", "where"), [("auto", "range by range"), ("streamed", "asked for")])
+def test_gradients_that_are_released_are_those_of_two_buckets_and_train_the_same_weights(state, where):
     with launch(optimizer="streamed") as rt:
         expected, all_bytes = released(rt, 6)
-    with launch(release_gradients=True) as rt:
+    with launch(optimizer=state, release_gradients=True) as rt:
         planned_bytes = rt.scheduler.segments[TRAINER_GRADIENTS].size_bytes
         found, most_bytes = released(rt, 6)
         assert all(torch.equal(p, expected[name]) for name, p in found.items())
         assert most_bytes <= planned_bytes < all_bytes / 2
         assert rt.weights_version == 6 and rt.trace.metrics["changed_fraction"][-1] > 0
-        assert rt.report().facts["optimizer"] == "streamed: asked for"
+        assert rt.report().facts["optimizer"] == f"streamed: {where}"
+        assert (TRAINER_RESIDENT_STATE in rt.scheduler.segments) is (state == "auto")  # all of it has room here
+        assert (rt.scheduler.segments[TRAINER_OPTIMIZER].host_bytes > 0) is (state == "streamed")
 
 
 def test_gradients_are_released_once_between_steps_and_only_in_training():
