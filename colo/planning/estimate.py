@@ -161,6 +161,8 @@ class Estimate:
         train = self.phases["train"]
         pass_bytes = max(train[ACTIVATIONS] + train[LOGITS], int(PASS_FRACTION * w.gpu_memory_bytes))
         totals["train"] += pass_bytes - train[ACTIVATIONS] - train[LOGITS]
+        # a runtime leaves room for the window beside a pass, whenever the step comes
+        totals["train"] += self.phases.get(STEP, {}).get(names.TRAINER_OPTIMIZER, 0)
         return min(self.state_bytes, max(0, w.gpu_memory_bytes - max(totals.values())))
 
     @property
