@@ -97,7 +97,8 @@ class RuntimeConfig:
 
     resident_state_bytes: int | None = None
     """Streamed state that stays on the device, and takes no time of the bus; it leaves for good when a phase needs its
-    room. `None` keeps what both phases leave free where `auto` streams, and nothing with `optimizer="streamed"`."""
+    room. `None` keeps what both phases leave free where `auto` streams, and nothing with `optimizer="streamed"` or
+    released gradients."""
 
     moment_dtype: MomentDtype = MomentDtype.FLOAT32
     """`bfloat16` keeps the moments of streamed state in half of the bytes, and fp32 masters as they are: AdamW then

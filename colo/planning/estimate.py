@@ -140,9 +140,7 @@ class Estimate:
         """The smallest GPU that runs this: the peak when everything that can leave for the rollout has left."""
         # a rollout is less than the start then, and no state stays beside the window
         held = {phase: sum(held.values()) for phase, held in self.phases.items() if phase != names.Phase.ROLLOUT}
-        return max(
-            held[phase] - (self.resident_slot_bytes if phase == _stepping(self.workload) else 0) for phase in held
-        )
+        return max(held[phase] - (self.resident_slot_bytes if phase == STEP else 0) for phase in held)
 
     @property
     def state_bytes(self) -> int:
@@ -153,7 +151,7 @@ class Estimate:
     def resident_state_bytes(self) -> int:
         """Streamed state that stays on the device, as `auto` has it: what every phase after the start leaves free."""
         w = self.workload
-        if not self.streamed or w.state is not OptimizerState.AUTO:
+        if not self.streamed or w.state is not OptimizerState.AUTO or w.release_gradients:
             return 0
         if w.optimizer is Optimizer.ADAFACTOR:  # state of whole parameters, which leaves
             return 0
@@ -423,15 +421,9 @@ def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
     found = Estimate(shape=shape, workload=w, segments=segments, phases=phases, offloaded=offloaded, streamed=streamed)
     if not found.resident_state_bytes:
         return found
-    stepping = _stepping(w)
-    step = {**phases[stepping], names.TRAINER_OPTIMIZER: window.state + window.slot}
-    beside = replace(found, phases={**phases, stepping: step}, resident_slot_bytes=window.slot)
+    step = {**phases[STEP], names.TRAINER_OPTIMIZER: window.state + window.slot}
+    beside = replace(found, phases={**phases, STEP: step}, resident_slot_bytes=window.slot)
     return beside if beside.resident_state_bytes else found
-
-
-def _stepping(w: Workload) -> str:
-    """The phase in which streamed state passes through its window."""
-    return "train" if w.release_gradients else STEP
 
 
 def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:

@@ -85,13 +85,13 @@ def make_trainer_side(parts: Parts, events: TrainerEvents) -> TrainerSide:
             reason = f"{type(base).__name__} is none of torch's classes that step element by element, such as AdamW"
         if reason is not None:
             raise Unsupported(f'moment_dtype="bfloat16" is of streamed state: {reason}')
-    placement = config.optimizer
-    if reason is not None and (placement is OptimizerState.STREAMED or config.release_gradients):
-        setting = "optimizer='streamed'" if placement is OptimizerState.STREAMED else "release_gradients=True"
-        raise Unsupported(f"RuntimeConfig has {setting}: {reason}")
+    placement = OptimizerState.STREAMED if config.release_gradients else config.optimizer
     if placement is OptimizerState.STREAMED:
+        if reason is not None:
+            setting = "release_gradients=True" if config.release_gradients else "optimizer='streamed'"
+            raise Unsupported(f"RuntimeConfig has {setting}: {reason}")
         return _planned(parts, events, "streamed: asked for", streamed=True, resident_bytes=config.resident_state_bytes)
-    if is_rounded or config.release_gradients:
+    if is_rounded:
         return _streamed(parts, events, "streamed: range by range")
     if placement is OptimizerState.AUTO and config.offload is not Offload.NEVER and reason is None:
         # resident first: only where it does not fit does state pass through the host in every step

@@ -441,19 +441,16 @@ def released(rt, steps):
     return train(rt, steps), max(held)
 
 
-@pytest.mark.parametrize(("state", "where"), [("auto", "range by range"), ("streamed", "asked for")])
-def test_gradients_that_are_released_are_those_of_two_buckets_and_train_the_same_weights(state, where):
+def test_gradients_that_are_released_are_those_of_two_buckets_and_train_the_same_weights():
     with launch(optimizer="streamed") as rt:
         expected, all_bytes = released(rt, 6)
-    with launch(optimizer=state, release_gradients=True) as rt:
+    with launch(release_gradients=True) as rt:
         planned_bytes = rt.scheduler.segments[TRAINER_GRADIENTS].size_bytes
         found, most_bytes = released(rt, 6)
         assert all(torch.equal(p, expected[name]) for name, p in found.items())
         assert most_bytes <= planned_bytes < all_bytes / 2
         assert rt.weights_version == 6 and rt.trace.metrics["changed_fraction"][-1] > 0
-        assert rt.report().facts["optimizer"] == f"streamed: {where}"
-        assert (TRAINER_RESIDENT_STATE in rt.scheduler.segments) is (state == "auto")  # all of it has room here
-        assert (rt.scheduler.segments[TRAINER_OPTIMIZER].host_bytes > 0) is (state == "streamed")
+        assert rt.report().facts["optimizer"] == "streamed: asked for"
 
 
 def test_gradients_are_released_once_between_steps_and_only_in_training():
