@@ -181,28 +181,26 @@ class RuntimeConfig:
             )
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name in (*_CHOICES, *_SWITCHES, "max_mismatch"):
+            if entry.name in (*_CHOICES, *_SWITCHES):
                 continue
             if isinstance(value, str) and entry.name.endswith("_bytes"):
                 value = _read_size(entry.name, value)
-                object.__setattr__(self, entry.name, value)
-            if value is None and entry.default is None:
-                continue
             # NumPy's numbers and torch's as Python's, and whatever else can stand for an integer
             value = value.tolist() if hasattr(value, "tolist") else value
             if hasattr(type(value), "__index__") and not isinstance(value, bool):
                 value = operator.index(value)
-                object.__setattr__(self, entry.name, value)
+            object.__setattr__(self, entry.name, value)
+            if value is None and entry.default is None:
+                continue
+            if entry.name == "max_mismatch":
+                if isinstance(value, bool) or not isinstance(value, Real):
+                    raise TypeError(f"max_mismatch must be a number or None, not {value!r}")
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 size = " of bytes, such as 4 * 2**30, or a text such as '4GiB'" if entry.name.endswith("_bytes") else ""
                 raise TypeError(f"{entry.name} must be a whole number{size}, not {value!r}")
             if entry.name.endswith("_bytes") and value >= 2**63:
                 raise ValueError(f"{entry.name} must be less than 2**63, as sizes of memory are, not {value}")
-        limit: Any = self.max_mismatch
-        limit = limit.tolist() if hasattr(limit, "tolist") else limit
-        object.__setattr__(self, "max_mismatch", limit)
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Real)):
-            raise TypeError(f"max_mismatch must be a number or None, not {self.max_mismatch!r}")
         if self.max_mismatch is not None and not self.max_mismatch > 0:
             raise ValueError(f"max_mismatch must be positive or None, not {self.max_mismatch}")
         for name in ("device_limit_bytes", "host_limit_bytes", "kv_cache_bytes"):
