@@ -193,7 +193,7 @@ class RuntimeConfig:
             if value is None and entry.default is None:
                 continue
             if entry.name == "max_mismatch":
-                if isinstance(value, bool) or not isinstance(value, Real):
+                if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
                     raise TypeError(f"max_mismatch must be a number or None, not {value!r}")
                 continue
             if not isinstance(value, int) or isinstance(value, bool):

@@ -67,6 +67,7 @@ def test_the_largest_mismatch_is_a_number(value):
     with pytest.raises(TypeError, match=re.escape(f"max_mismatch must be a number or None, not {shown!r}")):
         RuntimeConfig(max_mismatch=value)
     assert type(RuntimeConfig(max_mismatch=torch.tensor(0.5)).max_mismatch) is float
+    assert RuntimeConfig(max_mismatch=None).max_mismatch is None
 
 
 def test_a_size_beyond_all_numbers_is_refused():
