@@ -15,6 +15,8 @@ from colo.weights.mismatch import logprob_difference
 
 _TOKENS = 8
 """Tokens of a completion, which is enough to see another model."""
+_DRAWS = 4
+"""Completions by one seed, of which two at least are the same where it is honoured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +106,23 @@ def _sample(
         return rt.generate([prompt], **({"max_tokens": _TOKENS} | past_the_end | sampling))[0]
 
     def stops() -> bool:
+        """No token but the last is the stop token, whichever tokens come by a batch's rounding."""
         # up to where the stop token comes first: a tiny model repeats itself
         stop = ids[min(2, len(ids) - 1)]
-        given, expected = {"temperature": 0.0, "stop_token_ids": [stop]}, ids[: ids.index(stop) + 1]
+        given = {"temperature": 0.0, "stop_token_ids": [stop]}
         if past_the_end and not _is_refused(rt, prompt, **past_the_end, **given):
-            return sampled(**given).token_ids == expected
+            found = sampled(**given).token_ids
+            return stop not in found[:-1] and (stop in found[-1:] or len(found) == _TOKENS)
         # the model's own end may come before then
-        found = sampled(**dict.fromkeys(past_the_end, False), **given).token_ids
-        return found == expected[: len(found)]
+        return stop not in sampled(**dict.fromkeys(past_the_end, False), **given).token_ids[:-1]
 
     greedy = sampled(temperature=0.0)
-    ids, seeded = greedy.token_ids, sampled(temperature=1.0, seed=11).token_ids
+    ids = greedy.token_ids
+    # what else is in a server's batch changes the last bits of logits, and with them seldom a draw; as many on each rank
+    seeded = [sampled(temperature=1.0, seed=11).token_ids for _ in range(_DRAWS)]
     honoured = {
         "max_tokens": len(ids) == _TOKENS or (greedy.finish_reason == "stop" and not past_the_end),
-        "seed": sampled(temperature=1.0, seed=11).token_ids == seeded,
+        "seed": len(set(seeded)) < _DRAWS,
         "stop_token_ids": stops(),
         "n": len(rt.generate([prompt], n=3, max_tokens=1)) == 3,
     }
