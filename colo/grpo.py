@@ -146,6 +146,7 @@ def train(
     # all checks come before the model is loaded, which takes minutes
     check_args(args)
     check_options(args)
+    _check_words(args)
     checkpoint = _check_output(run, args)
     revision = _revision(args, model)
     lora = _check_model(args, model, revision)
@@ -512,6 +513,20 @@ def _messages(prompt: Any) -> Any:
     if not isinstance(prompt, list):
         return prompt
     return [{k: v for k, v in m.items() if v is not None} if isinstance(m, Mapping) else m for m in prompt]
+
+
+_WORDS = {
+    "loss_type": ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+}
+
+
+def _check_words(args: GRPORunConfig) -> None:
+    """Raise `ValueError` for a word that TRL looks up once a rollout has been sampled."""
+    for name, known in _WORDS.items():
+        if (given := getattr(args, name)) not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, not {given!r}")
 
 
 def _check_batch(args: GRPORunConfig, dataset: Any) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend
 from datasets import Dataset
+from huggingface_hub import HfApi
+from huggingface_hub.utils import validate_repo_id
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -104,6 +106,9 @@ def check_args(args: Any) -> None:
             "cast_lm_head_to_fp32=True makes the trainer's head another than the engine's: leave it out, colo computes "
             "log-probabilities in fp32"
         )
+    for name in ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs"):
+        if (given := getattr(args, name, None)) and not isinstance(given, Mapping):
+            raise ValueError(f"{name} must be a mapping, or JSON of one, not {given!r:.80}")
     if not 1e-30 <= getattr(args, "temperature", 1.0) < math.inf:
         raise ValueError(
             f"temperature must be above 0, not {args.temperature}: logits are divided by it, in fp32, which takes "
@@ -181,6 +186,13 @@ def check_options(args: Any, *, makes_optimizer: bool = True) -> None:
         value = getattr(args, field.name, None)
         if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and field.name in _FINITE)):
             raise ValueError(f"{field.name} must be a finite number, not {value}")
+        if isinstance(value, float) and _LARGEST < abs(value) < math.inf:
+            raise ValueError(f"{field.name} must be a number of fp32, {_LARGEST:.1e} at most, not {value}")
+    for name, (least, most) in _RANGES.items():
+        value = getattr(args, name, None)
+        if isinstance(value, (int, float)) and not least <= value <= most:
+            limits = f"at least {least}" if most == math.inf else f"in {least} to {most}"
+            raise ValueError(f"{name} must be {limits}, not {value}")
     if not args.output_dir:
         raise ValueError("output_dir is empty: name a folder")
     if not 0 <= args.seed <= 2**32 - args.world_size:  # a rank adds its own number
@@ -202,10 +214,30 @@ def check_options(args: Any, *, makes_optimizer: bool = True) -> None:
         try:
             make(args)
         except Exception as error:
-            raise ValueError(f"{what} cannot be had ({error}): change {names}") from error
+            words = " ".join(str(error).split())
+            raise ValueError(f"{what} cannot be had ({words}): change {names}") from error
 
 
-_FINITE = ("learning_rate", "weight_decay", "beta", "warmup_steps")
+_FINITE = ("learning_rate", "weight_decay", "beta", "warmup_steps", "num_train_epochs", "entropy_coef")
+_LARGEST = torch.finfo(torch.float32).max
+_RANGES: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("num_train_epochs", "weight_decay", "epsilon", "epsilon_high", "delta"), (0, math.inf)),
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), (1e-30, math.inf)),
+    **dict.fromkeys(("ref_model_mixup_alpha", "top_entropy_quantile"), (0, 1)),
+    "ref_model_sync_steps": (1, math.inf),
+    "pad_to_multiple_of": (1, 2**20),
+}
+"""The least and the most of numbers with which a step would fail, or train on nothing."""
+
+_MOST_WORKERS = 1024
+
+
+def _check_hub(args: Any) -> None:
+    """Raise for a name that the hub does not take, or a hub that is not there; makes nothing there."""
+    if args.push_to_hub:
+        validate_repo_id(args.hub_model_id or Path(args.output_dir).absolute().name)
+        if args.process_index == 0:  # which pushes
+            HfApi(token=args.hub_token).whoami()
 
 
 def _check_reports(args: Any) -> None:
@@ -231,6 +263,8 @@ def _make_optimizer(args: Any) -> None:
 
 def _make_loader(args: Any) -> None:
     workers = args.dataloader_num_workers
+    if workers > _MOST_WORKERS:
+        raise ValueError(f"dataloader_num_workers={workers} would start as many processes: {_MOST_WORKERS} at most")
     options: dict[str, Any] = {"persistent_workers": args.dataloader_persistent_workers, "pin_memory": False}
     options |= {"prefetch_factor": args.dataloader_prefetch_factor} if workers else {}
     context = getattr(args, "dataloader_multiprocessing_context", None)
@@ -268,6 +302,7 @@ def _sample(args: Any) -> None:
 
 _MADE: Sequence[tuple[str, str, Callable[[Any], None]]] = (
     ("loggers", "report_to", _check_reports),
+    ("the hub's repository", "push_to_hub, hub_model_id, output_dir or hub_token", _check_hub),
     (
         "optimizer and schedule",
         "optim, optim_args, learning_rate, adam_beta1, adam_beta2, adam_epsilon, lr_scheduler_type, "
