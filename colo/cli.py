@@ -407,7 +407,7 @@ def _parsed(parser: Any, given: Sequence[str]) -> tuple[Any, Any, Any]:
         run, args, model = parser.parse_args_and_config(args=words)
     except YAMLError as error:
         raise click.UsageError(f"--config is not YAML ({' '.join(str(error).split())}).") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ImportError) as error:
         raise click.UsageError(f"{str(error).rstrip('.')}.") from None
     if not run.reward_funcs and not run.reward_model_name_or_path:
         raise click.UsageError("Missing option --reward_funcs, or --reward_model_name_or_path.")

@@ -515,6 +515,19 @@ def dtype_of(model: Checkpoint, revision: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
+def check_attention(model: Checkpoint, attention: Any, revision: str = "main") -> None:
+    """Raise `ValueError` for an attention that transformers does not know or that needs a package which is not there.
+
+    An empty model takes it, as the one with weights will.
+    """
+    empty = empty_model(config_of(model, revision), dtype=torch.float32, attn_implementation=None)
+    try:
+        empty.set_attn_implementation(attention)
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"attn_implementation={attention!r} cannot be had ({words}): leave it out") from error
+
+
 def refuse_adapted_head(model: Checkpoint, lora: LoraConfig, revision: str = "main", *, folded: bool = False) -> None:
     """Raise `Unsupported` for an adapter on the output layer, as `adapted_outline` for others that cannot be.
 

@@ -18,7 +18,7 @@ from trl.models.activation_offloading import OffloadActivations
 from trl.trainer import grpo_trainer
 
 from colo.assembly.arguments import chosen_device, default_engine
-from colo.assembly.launch import refuse_adapted_head, revision_of, start, tokenizer_of
+from colo.assembly.launch import check_attention, refuse_adapted_head, revision_of, start, tokenizer_of
 from colo.config import MomentDtype, Offload, OptimizerState, RuntimeConfig
 from colo.errors import Unsupported
 from colo.trl.attachment import ATTACHED, add_tokenizer, add_vllm_options, attach
@@ -433,6 +433,8 @@ def _started(model: str, args: Any, options: dict[str, Any], folders: ExitStack)
     would read the reference of a KL term and the tokenizer at the hub's "main".
     """
     engine_options = _engine_options(model, args, options.pop("quantization_config", None))
+    if (attention := args.model_init_kwargs.get("attn_implementation")) is not None:
+        check_attention(model, attention, revision_of(engine_options or {}))
     given, folded = options.get("peft_config"), args.colo_fold_adapter
     if getattr(given, "peft_type", None) == "LORA":
         check_lora_config(given, folded=folded, advice=FOLDED)

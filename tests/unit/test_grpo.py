@@ -754,6 +754,21 @@ def test_what_cannot_be_trained_is_an_error_before_anything_is_loaded(colo, plac
     assert len(said(err)) == 1
 
 
+@pytest.mark.parametrize("attention", ["flash_attention_2", "kernels-community/flash-attn2", "nonsense", ""])
+def test_an_attention_that_cannot_be_had_is_an_error_before_an_engine_starts(colo, place, monkeypatch, attention):
+    monkeypatch.setattr("colo.trl.flag.start", None)
+    for name in ("is_flash_attn_2_available", "is_kernels_available"):
+        monkeypatch.setattr(f"transformers.modeling_utils.{name}", lambda *_, **__: False, raising=False)
+    code, err = bad(colo, f"--attn_implementation={attention}")
+    assert code == 1 and f"error: attn_implementation={attention!r} cannot be had (" in err
+    assert "Traceback" not in err
+
+
+def test_a_package_that_an_option_needs_is_an_error_of_usage(colo, place, unloaded):
+    code, err = bad(colo, "--deepspeed", "ds.json")
+    assert code == 2 and "Traceback" not in err and "deepspeed" in err
+
+
 @pytest.mark.parametrize("name", ["model_name_or_path", "dataset_name", "reward_funcs", "output_dir"])
 def test_what_has_to_be_given_is_named(colo, place, unloaded, name):
     given = arguments()
