@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
@@ -586,7 +586,8 @@ def check_columns(
     Also for a row whose prompt TRL could not tokenize, or of which nothing could be sampled: the error would come with
     the step that draws it. Of prompts of several kinds one of each is read with what `read_by` returns, if anything.
     Raises `Unsupported` for images.
-    A dataset that does not know its columns, such as a stream, is not checked. `evaluation` may be several, by name.
+    Of a stream the first row is read; the columns of a dataset that does not know them are not checked. `evaluation`
+    may be several, by name.
     A `rollout_func` may return what rewards take, and `environments` have prompts of their own.
     """
     own_prompts = rollout_func is not None or environments is not None
@@ -594,6 +595,8 @@ def check_columns(
     others = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
     for dataset, name in ((train, "the dataset"), *((o, f"eval_dataset {n}".rstrip()) for n, o in others.items())):
         columns = getattr(dataset, "column_names", None)
+        if isinstance(dataset, IterableDataset) and not own_prompts:
+            _check_head(dataset, name)
         if isinstance(columns, (list, tuple)):
             has = f"{name} has {', '.join(columns) or 'no columns'}"
             _check_columns(rewards, columns, has, needs_prompt=environments is None)
@@ -631,12 +634,30 @@ def _check_columns(rewards: Sequence[Any], columns: Sequence[str], has: str, *, 
 
 
 def _check_images(dataset: Dataset, name: str) -> None:
-    for column in ("image", "images"):
+    for column in _OF_IMAGES:
         if column in dataset.column_names and dataset.data.column(column).null_count < len(dataset.data):
-            raise Unsupported(
-                f"{name} has images in column {column!r}, and colo generates from text: take them out with "
-                f"dataset.remove_columns({column!r})"
-            )
+            raise _has_images(name, column)
+
+
+_OF_IMAGES = ("image", "images")
+
+
+def _has_images(name: str, column: str) -> Unsupported:
+    return Unsupported(
+        f"{name} has images in column {column!r}, and colo generates from text: take them out with "
+        f"dataset.remove_columns({column!r})"
+    )
+
+
+def _check_head(stream: IterableDataset, name: str) -> None:
+    """Raise for the first row of a stream, which is begun anew to train on, as `check_columns` does."""
+    row = next(iter(stream), {})
+    for column in _OF_IMAGES:
+        if row.get(column) is not None:
+            raise _has_images(name, column)
+    if "prompt" in row:
+        _known_kind(row["prompt"], f"the prompt of row 1 of {name}")
+        _parts(row["prompt"], f"the prompt of row 1 of {name}")
 
 
 def _check_prompts(dataset: Dataset, name: str) -> dict[int, Any]:
@@ -648,12 +669,7 @@ def _check_prompts(dataset: Dataset, name: str) -> dict[int, Any]:
     batches = [] if dataset.format["type"] == "custom" else dataset.select_columns("prompt").iter(1000)
     rows = enumerate((prompt for batch in batches for prompt in batch["prompt"]), start=1)
     for number, prompt in chain([(1, first)], rows):
-        kind = _kind(prompt)
-        if kind is None:
-            raise ValueError(
-                f"the prompt of row {number} of {name} is {prompt!r:.80}, and TRL takes texts or lists of messages: "
-                "map the column to those, token ids with the tokenizer's decode, or leave the row out"
-            )
+        kind = _known_kind(prompt, f"the prompt of row {number} of {name}")
         if kind != _kind(first):
             raise ValueError(
                 f"the prompt of row {number} of {name} is {kind}, and that of row 1 {_kind(first)}: TRL takes all of a "
@@ -685,6 +701,16 @@ def _parts(prompt: Any, where: str) -> tuple[list[str], tuple[str, ...]]:
                 raise Unsupported(f"{where} has a part of type {kind!r}: colo generates from text, leave it out")
             texts.append(str(part.get("text") or "") if isinstance(part, Mapping) else str(part or ""))
     return texts, tuple(str(message["role"]) for message in prompt)
+
+
+def _known_kind(prompt: Any, where: str) -> str:
+    """`_kind` of a prompt. Raises: `ValueError` where TRL fails with it."""
+    if (kind := _kind(prompt)) is None:
+        raise ValueError(
+            f"{where} is {prompt!r:.80}, and TRL takes texts or lists of messages: map the column to those, token ids "
+            "with the tokenizer's decode, or leave the row out"
+        )
+    return kind
 
 
 def _kind(prompt: Any) -> str | None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset, Features, Json
+from datasets import Dataset, Features, IterableDataset, Json
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -531,6 +531,37 @@ def test_columns_of_images_are_refused_and_those_of_none_are_not():
     with pytest.raises(Unsupported, match=r"the dataset has images in column 'images', .*remove_columns\('images'\)"):
         check_columns([], Dataset.from_dict({"prompt": ["1"] * 2, "images": [None, [b"x"]]}))
     check_columns([], Dataset.from_dict({"prompt": ["1"], "image": [None]}))
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["columns known", "columns unknown"])
+@pytest.mark.parametrize(
+    ("row", "error", "words"),
+    [
+        ({"prompt": "1", "image": "x"}, Unsupported, "the dataset has images in column 'image', and colo generates"),
+        ({"prompt": "1", "images": ["x"]}, Unsupported, r"in column 'images', .*remove_columns\('images'\)"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "text": ""}]}]},
+            Unsupported,
+            "the prompt of row 1 of the dataset has a part of type 'image'",
+        ),
+        ({"prompt": 3}, ValueError, "the prompt of row 1 of the dataset is 3, and TRL takes texts or lists"),
+    ],
+    ids=["image", "images", "messages", "number"],
+)
+def test_the_first_row_of_a_stream_is_checked_before_anything_is_loaded(make, monkeypatch, row, error, words, known):
+    monkeypatch.setattr("colo.trl.flag.start", None)
+    rows = Dataset.from_list([row] * 20).to_iterable_dataset()
+    rows = rows if known else rows.map(lambda given: given)
+    assert (rows.column_names is not None) == known
+    with pytest.raises(error, match=words):
+        make(kind=ColoGRPOTrainer, config=ColoGRPOConfig, dataset=rows, max_steps=1, **FLAG)
+
+
+def test_streams_of_texts_and_of_no_image_are_taken_whole():
+    rows = IterableDataset.from_generator(lambda: ({"prompt": str(number), "image": None} for number in range(3)))
+    check_columns([], rows)
+    assert [row["prompt"] for row in rows] == ["0", "1", "2"]
+    check_columns([], IterableDataset.from_generator(lambda: iter(())))
 
 
 def test_columns_that_a_rollout_may_return_are_not_missed(make, attach, monkeypatch):
