@@ -118,7 +118,7 @@ def _sample(
 
     greedy = sampled(temperature=0.0)
     ids = greedy.token_ids
-    # what else is in a server's batch changes the last bits of logits, and with them seldom a draw; as many on each rank
+    # what else is in a server's batch changes the last bits of logits, and seldom a draw; as many on each rank
     seeded = [sampled(temperature=1.0, seed=11).token_ids for _ in range(_DRAWS)]
     honoured = {
         "max_tokens": len(ids) == _TOKENS or (greedy.finish_reason == "stop" and not past_the_end),
