@@ -152,18 +152,25 @@ def run_colo(engine):
 def main(engine):
     """Print the differences."""
     import tempfile
+    from contextlib import nullcontext
 
+    import torch
     from transformers import AutoModelForCausalLM
 
+    from tests import warm
+
     use_libraries()
-    if engine == "vllm":
-        with tempfile.TemporaryDirectory() as folder:
-            AutoModelForCausalLM.from_config(tiny()).save_pretrained(folder)
-            use_vllm(folder)
-    assert not any(name.partition(".")[0] == "colo" for name in sys.modules), "colo is there already"
-    before = settings(), attributes()
-    run_colo(engine)
-    print(json.dumps(differences(before, (settings(), attributes()))))
+    # engines are processes of their own, of which nothing is looked at
+    with warm.engines() if engine == "vllm" and not torch.cuda.is_available() else nullcontext():
+        if engine == "vllm":
+            with tempfile.TemporaryDirectory() as folder:
+                AutoModelForCausalLM.from_config(tiny()).save_pretrained(folder)
+                use_vllm(folder)
+        assert not any(name.partition(".")[0] == "colo" for name in sys.modules), "colo is there already"
+        before = settings(), attributes()
+        run_colo(engine)
+        found = differences(before, (settings(), attributes()))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
