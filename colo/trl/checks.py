@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import DynamoBackend
 from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -651,7 +651,7 @@ def _has_images(name: str, column: str) -> Unsupported:
 
 def _check_head(stream: IterableDataset, name: str) -> None:
     """Raise for the first row of a stream, which is begun anew to train on, as `check_columns` does."""
-    row = next(iter(stream), {})
+    row: Mapping[str, Any] = next(iter(stream), {})
     for column in _OF_IMAGES:
         if row.get(column) is not None:
             raise _has_images(name, column)
