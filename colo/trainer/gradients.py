@@ -232,7 +232,7 @@ class _Accumulated:
 def unreduced(modules: Iterable[nn.Module]) -> list[HoldsGradient]:
     """List what holds whole gradients among FSDP2's modules and those within them.
 
-    FSDP2 has no public way to them: they are read from attributes that torch 2.6 to 2.13 have. Where those are missing,
+    FSDP2 has no public way to them: they are read from attributes that torch 2.6 to 2.14 have. Where those are missing,
     such gradients stay where they are.
     """
     found: list[HoldsGradient] = []

