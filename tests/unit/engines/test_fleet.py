@@ -390,6 +390,8 @@ def test_an_interrupt_while_weights_are_loaded_keeps_no_thread(rt, engines, at):
 
     def slowly(weights):
         load(weights)
+        if at is None:
+            os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.5)
 
     def interrupting():
@@ -397,8 +399,6 @@ def test_an_interrupt_while_weights_are_loaded_keeps_no_thread(rt, engines, at):
             if number == at:
                 raise KeyboardInterrupt
             yield weight
-        if at is None:
-            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
 
     engines[1].engine.load_weights = slowly
     rt.engine.pause()

@@ -344,8 +344,18 @@ class TestASilentEngine:
 
     @pytest.fixture
     def silent(self, rt):
-        """Makes calls of the engine wait for an answer that does not come, and answer again when none is named."""
-        answer, caller, are_silent = threading.Event(), Caller(), set()
+        """Makes calls of the engine wait for an answer that does not come, and answer again when none is named.
+
+        Whoever waits for them presses Ctrl-C as it looks whether they go on, twice.
+        """
+        answer, are_silent, presses = threading.Event(), set(), []
+
+        def press():
+            if presses:
+                signal.raise_signal(presses.pop())
+            return ()
+
+        caller = Caller(press)
 
         def call_of(name):
             original = getattr(rt.engine, name)
@@ -358,6 +368,7 @@ class TestASilentEngine:
         def silence(*names):
             are_silent.clear()
             are_silent.update(names)
+            presses[:] = [signal.SIGINT] * 2 if names else []
 
         vars(rt.engine).update({name: call_of(name) for name in CALLS})
         yield silence
@@ -365,17 +376,12 @@ class TestASilentEngine:
         silence()
         caller.close()
 
-    def press(self, *at_s):
-        for seconds in at_s:
-            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
-
     @pytest.mark.parametrize(("verb", "call"), [("rollout", "reset_prefix_cache"), ("rollout", "resume")])
     def test_the_second_interrupt_gets_through_as_a_rollout_is_entered(self, rt, twin, silent, verb, call):
         plain_step(*twin, 0)
         with rt.train():
             plain_step(rt.model, rt.optimizer, 0)
         silent(call, "pause")
-        self.press(0.3, 0.6)
         started_s = time.monotonic()
         with pytest.raises(KeyboardInterrupt), getattr(rt, verb)():
             pytest.fail("the engine has not answered")
@@ -388,7 +394,6 @@ class TestASilentEngine:
         started_s = time.monotonic()
         with pytest.raises(KeyboardInterrupt), rt.rollout():
             silent("pause")
-            self.press(0.3, 0.6)
         assert time.monotonic() - started_s < 5
         assert rt._turns.turn is Turn.IDLE
         silent()
@@ -397,12 +402,10 @@ class TestASilentEngine:
     def test_it_gets_through_as_training_begins_and_as_an_engine_closes(self, rt, twin, silent):
         rt.engine.resume()
         silent("pause")
-        self.press(0.3, 0.6)
         with pytest.raises(KeyboardInterrupt), rt.train():
             pytest.fail("the engine has not answered")
         assert rt._turns.turn is Turn.IDLE
         silent("close")
-        self.press(0.3, 0.6)
         with pytest.raises(KeyboardInterrupt):
             rt.close()
 
@@ -410,7 +413,6 @@ class TestASilentEngine:
         with rt.train():
             plain_step(rt.model, rt.optimizer, 0)
         silent("commit")
-        self.press(0.3, 0.6)
         with pytest.raises(KeyboardInterrupt), rt.rollout():
             pytest.fail("the engine has not answered")
         assert rt.engine.weights_version is None, "poisoned"
@@ -421,7 +423,7 @@ class TestASilentEngine:
         original, caller = rt.engine.reset_prefix_cache, Caller()
 
         def slow():
-            self.press(0.0)
+            signal.raise_signal(signal.SIGINT)
             caller.call(lambda: time.sleep(0.8), deadline_s=300.0)
             original()
 

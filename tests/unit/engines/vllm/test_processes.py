@@ -209,11 +209,12 @@ class TestEndCalls:
         caller, work, order = Caller(), {"requests": 5}, []
 
         def generate():
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             while work["requests"]:
                 time.sleep(0.01)
             order.append("generate")
 
-        with interrupt_after(0.2):
+        with interrupt_after(60):
             caller.call(generate, deadline_s=None)
         caller.end_calls(lambda: work.update(requests=0), lambda: order.append("abort"), within_s=5)
         assert order == ["generate", "abort"]
@@ -222,8 +223,13 @@ class TestEndCalls:
 
     def test_one_that_does_not_end_is_left_behind_and_told_later(self):
         caller, go_on, told = Caller(), threading.Event(), threading.Event()
-        with interrupt_after(0.1):
-            caller.call(go_on.wait, deadline_s=None)
+
+        def generate():
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            go_on.wait()
+
+        with interrupt_after(60):
+            caller.call(generate, deadline_s=None)
         start_s = time.monotonic()
         caller.end_calls(lambda: None, told.set, within_s=0.5)
         assert time.monotonic() - start_s < 2 and not told.is_set()
