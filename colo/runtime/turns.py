@@ -97,6 +97,12 @@ _INSTEAD = {
     Verb.PARK: "`rt.park(module)`",
 }
 
+_BY_DCP = (
+    "All learning rates are 0, as get_state_dict of torch.distributed.checkpoint sets them while it makes a step to "
+    "begin an optimizer's state: call it outside of rollout(), and before that set the learning rates, which it leaves "
+    "at 0, and call optimizer.zero_grad()"
+)
+
 
 def next_turn(verb: Verb, turn: Turn) -> Turn:
     """Whose turn it is after `verb`. Raises: `PhaseError`, with what to do, where the verb is not allowed."""
@@ -508,7 +514,13 @@ class Turns:
     def before_step(self) -> None:
         """Bring everything to the device that the optimizer needs. Raises: `PhaseError` inside a rollout."""
         self.check_process()
-        turn = next_turn(Verb.STEP, self.turn)
+        try:
+            turn = next_turn(Verb.STEP, self.turn)
+        except PhaseError as error:
+            rates = [group["lr"] for group in self._session.optimizer.param_groups if "lr" in group]
+            if rates and not any(rates):
+                raise PhaseError(f"{error}. {_BY_DCP}") from None
+            raise
         with uninterrupted():
             if turn is Turn.STEP:
                 self.be_idle()

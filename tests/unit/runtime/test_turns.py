@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import colo
 from colo.config import RuntimeConfig
@@ -126,6 +127,19 @@ def test_a_step_outside_train_compares_what_was_sampled_as_a_training_phase_does
             rt.optimizer.step()
         assert rt.weights_version == 1 and rt.phase is Phase.IDLE
         assert all(torch.equal(p, b) for p, b in zip(rt.model.parameters(), before, strict=True))
+
+
+def test_state_that_dcp_would_begin_inside_rollout_is_named_and_can_be_begun_after_it(rt):
+    with rt.rollout():
+        with pytest.raises(
+            colo.PhaseError, match="get_state_dict of torch.distributed.checkpoint.*set the learning rate"
+        ):
+            get_state_dict(rt.model, rt.optimizer)
+    assert rt.optimizer.param_groups[0]["lr"] == 0  # torch's own doing
+    rt.optimizer.param_groups[0]["lr"] = 1e-3
+    rt.optimizer.zero_grad()
+    get_state_dict(rt.model, rt.optimizer)
+    assert rt.optimizer.state and rt.optimizer.param_groups[0]["lr"] == 1e-3
 
 
 def test_training_inside_rollout_says_what_to_do(rt):
