@@ -42,6 +42,9 @@ def connect(
     weights from here; `PhaseError` for one of vLLM's that is asleep.
     """
     url, found = base_url(url), device_of(device)
+    for name, key in (("api_key", api_key), ("admin_key", admin_key)):
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ValueError(f"{name} has a character that no header of HTTP takes: give letters and digits of ASCII")
     kind = _kind_of(url, api_key, http)
     common: dict[str, Any] = {"deadline_s": deadline_s, "api_key": api_key, "http": http}
     if kind == "sglang":

@@ -35,11 +35,15 @@ def base_url(url: str) -> str:
         raise TypeError(f"the address of a server is a text such as 'http://localhost:8000', not {url!r}")
     url = url if "://" in url else f"http://{url}"
     try:
-        port = httpx.URL(url).port
+        read, wrong = httpx.URL(url), ""
+        if read.port is not None and not 0 < read.port < 2**16:
+            wrong = "a port is 1 to 65535"
+        elif read.scheme not in ("http", "https") or not read.host:
+            wrong = "which begins with http or https and has a host"
     except httpx.InvalidURL as error:
-        raise ValueError(f"{url!r} is no address of a server ({error}): write http://HOST:PORT") from None
-    if port is not None and not 0 < port < 2**16:
-        raise ValueError(f"{url!r} is no address of a server (a port is 1 to 65535): write http://HOST:PORT")
+        wrong = str(error)
+    if wrong:
+        raise ValueError(f"{url!r} is no address of a server ({wrong}): write http://HOST:PORT")
     return url.rstrip("/").removesuffix("/v1")
 
 

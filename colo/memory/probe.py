@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 
+from colo.errors import Unsupported
 from colo.memory.control_group import memory_limit
 from colo.units import MIB
 
@@ -51,8 +52,19 @@ def device_id(device: torch.device) -> str:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """The device itself: the current GPU for `cuda`, and for `None` where there is one."""
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The device itself: the current GPU for `cuda`, and for `None` where there is one.
+
+    Raises: `ValueError` for what is no name of a GPU or the CPU, `Unsupported` for a GPU where torch sees none.
+    """
+    named = f"device must be 'cuda', 'cuda:0' or 'cpu', not {device!r}"
+    try:
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError):
+        raise ValueError(named) from None
+    if found.type not in ("cuda", "cpu"):
+        raise ValueError(named)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise Unsupported(f"{named}: torch sees no CUDA device, run `colo doctor`, or pass 'cpu'")
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 

@@ -22,11 +22,36 @@ def connect(answer, **options):
         "x:0",
         "x:80:80",
         "http://a\nb",
+        "",
+        "http://",
+        "http:///v1",
+        "ftp://x",
+        "file:///tmp",
+        "HTTPX://x",
     ],
 )
 def test_what_is_no_address_is_named(url):
     with pytest.raises(ValueError, match="is no address of a server .*: write http://HOST:PORT"):
         colo.connect(url, device="cpu")
+
+
+@pytest.mark.parametrize("device", ["tpu", "cpu:x", "mps", "meta", "ü", "cuda:-1", 0.5])
+def test_what_is_no_device_is_named_before_a_server_is_asked(device):
+    with pytest.raises(ValueError, match="device must be 'cuda', 'cuda:0' or 'cpu', not "):
+        colo.connect("http://localhost:1", device=device)
+
+
+def test_a_gpu_that_is_not_there_is_named_before_a_server_is_asked(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(Unsupported, match="torch sees no CUDA device, run `colo doctor`, or pass 'cpu'"):
+        colo.connect("http://localhost:1", device="cuda")
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+@pytest.mark.parametrize("key", ["ü", "a\nb", "\x00"])
+def test_a_key_that_no_header_takes_is_named(name, key):
+    with pytest.raises(ValueError, match=f"{name} has a character that no header of HTTP takes"):
+        colo.connect("http://localhost:1", device="cpu", **{name: key})
 
 
 @pytest.mark.parametrize("url", [None, 8000, b"http://localhost"])
