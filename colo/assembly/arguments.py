@@ -21,7 +21,7 @@ from colo.engines.vllm import compat
 from colo.errors import Unsupported
 from colo.memory.region import check_allocator
 from colo.memory.storage import is_dtensor
-from colo.planning.model_shape import config_file
+from colo.planning.model_shape import config_file, read_config
 from colo.trainer.optimizers import OptimizerParts, as_torch, parameters_of
 from colo.trainer.state import unwrapped
 from colo.weights.sources.module import saved_buffers
@@ -292,7 +292,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
         raise adapter_alone(os.fspath(path))
     if Path(path).exists():
         try:
-            config_file(os.fspath(path))
+            read_config(config_file(os.fspath(path)))
         except ValueError as error:
             # transformers says of a file that it is no hub's id, and of a folder without a config nothing of that
             raise OSError(str(error)) from None

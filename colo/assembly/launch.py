@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -218,7 +219,10 @@ def tokenizer_of(model: Checkpoint, revision: str, **options: Any) -> Any:
     # AutoTokenizer would raise, and a folder without one is taken
     if folder.is_dir() and not any(file for name in _OF_A_TOKENIZER for file in folder.glob(name)):
         return None
-    return AutoTokenizer.from_pretrained(os.fspath(model), revision=revision, **options)
+    try:
+        return AutoTokenizer.from_pretrained(os.fspath(model), revision=revision, **options)
+    except JSONDecodeError as error:
+        raise ValueError(f"the tokenizer of {model} cannot be read ({error}): copy or save it again, whole") from error
 
 
 # ---- an engine and a model over its memory -------------------------------------------------------------------------
@@ -433,8 +437,9 @@ def _read(path: str, **options: Any) -> tuple[Any, list[str]]:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, output_loading_info=True, trust_remote_code=False, **options
             )
-        except SafetensorError as error:
-            raise ValueError(f"the weights of {path} cannot be read ({error}): {_remedy(path)}") from error
+        except (SafetensorError, JSONDecodeError, KeyError) as error:  # the last two of an index
+            words = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"the weights of {path} cannot be read ({words}): {_remedy(path)}") from error
     return model, sorted(info["missing_keys"])
 
 

@@ -173,7 +173,11 @@ def load_model_config(
     known = known_config(model)
     if known is not None and not Path(model).expanduser().exists():
         return known
-    path = config_file(model, download=download, or_else=f"; known without it: {', '.join(MODELS)}")
+    return read_config(config_file(model, download=download, or_else=f"; known without it: {', '.join(MODELS)}"))
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """Return the object of a `config.json`. Raises: `ValueError` where that is no JSON object."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import DynamoBackend
 from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi
-from huggingface_hub.utils._validators import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it has no __all__
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader

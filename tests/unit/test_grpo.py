@@ -754,6 +754,30 @@ def test_what_cannot_be_trained_is_an_error_before_anything_is_loaded(colo, plac
     assert len(said(err)) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.json", "null", "config.json holds a NoneType, not a JSON object: it is no model config"),
+        ("config.json", "[1]", "config.json holds a list, not a JSON object: it is no model config"),
+        ("config.json", '{"model_type": "qw', "config.json is not valid JSON (Unterminated string"),
+        ("tokenizer.json", "{", "the tokenizer of checkpoint cannot be read (Expecting property name"),
+        ("tokenizer_config.json", "[", "the tokenizer of checkpoint cannot be read (Expecting value"),
+        ("model.safetensors.index.json", "{", "the weights of checkpoint cannot be read (Expecting property name"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {}}',
+            "the weights of checkpoint cannot be read (no 'metadata'",
+        ),
+    ],
+)
+def test_a_damaged_file_of_a_checkpoint_is_named(colo, place, name, text, words):
+    if "index" in name:
+        Path("checkpoint/model.safetensors").unlink()
+    Path("checkpoint", name).write_text(text)
+    code, err = bad(colo)
+    assert code == 1 and words in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("attention", ["flash_attention_2", "kernels-community/flash-attn2", "nonsense", ""])
 def test_an_attention_that_cannot_be_had_is_an_error_before_an_engine_starts(colo, place, monkeypatch, attention):
     monkeypatch.setattr("colo.trl.flag.start", None)

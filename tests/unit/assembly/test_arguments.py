@@ -361,6 +361,7 @@ def test_an_adapter_is_no_model(monkeypatch, tmp_path, engine):
     # of the hub's, known once transformers has loaded it
     monkeypatch.setattr("colo.assembly.arguments.ADAPTER_FILE", "none")
     monkeypatch.setattr("colo.assembly.arguments.config_file", lambda path: path)
+    monkeypatch.setattr("colo.assembly.arguments.read_config", lambda path: path)
     with pytest.raises(colo.Unsupported, match="adapter' is an adapter"):
         launch(adapter)
 
