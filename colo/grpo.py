@@ -523,7 +523,10 @@ _WORDS = {
 
 
 def _check_words(args: GRPORunConfig) -> None:
-    """Raise `ValueError` for a word that TRL looks up once a rollout has been sampled."""
+    """Raise `ValueError` for a word that TRL looks up once a rollout has been sampled.
+
+    A trainer of yours, in a script, may know others.
+    """
     for name, known in _WORDS.items():
         if (given := getattr(args, name)) not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, not {given!r}")

@@ -10,9 +10,9 @@ from tests import warm
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("engine", "steps", "rise"), [("torch", 40, 0.3), ("vllm", 20, 0.2)], ids=["torch", "vllm"])
-def test_readmes_command_for_trl_trains_and_the_reward_rises(tmp_path, engine, steps, rise):
-    """As it stands there, with another place for what it writes; with vLLM half as many steps."""
+@pytest.mark.parametrize(("engine", "steps"), [("torch", 40), ("vllm", 30)], ids=["torch", "vllm"])
+def test_readmes_command_for_trl_trains_and_the_reward_rises(tmp_path, engine, steps):
+    """As it stands there, with another place for what it writes; with vLLM fewer steps."""
     if engine == "vllm":
         pytest.importorskip("vllm", reason="vLLM is not installed")
     command = re.search(
@@ -25,5 +25,5 @@ def test_readmes_command_for_trl_trains_and_the_reward_rises(tmp_path, engine, s
     done = warm.run_python(*words, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     rewards = [float(word) for word in re.search(r"^reward (.*)$", done.stdout, re.MULTILINE)[1].split()]
-    assert len(rewards) == steps / 10 and rewards[-1] > rewards[0] + rise
+    assert len(rewards) == steps / 10 and rewards[-1] > rewards[0] + 0.3
     assert "weights are the engine's own memory" in done.stdout
