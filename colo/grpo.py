@@ -38,6 +38,7 @@ from colo.rl.rewards import RewardFunction, await_reward, bound, call_reward, na
 from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
 from colo.trl.checks import check_args, check_columns, check_options, is_awaited
 from colo.trl.flag import FOLDED
+from colo.trl.partial import check_partial
 from colo.weights.sources.peft import check_lora_config
 
 Tell = Callable[[str], None]
@@ -167,6 +168,8 @@ def train(
             longest = max(longest, tokens)
             check_columns(rewards, rows)
     _check_batch(args, dataset)
+    if args.colo_partial_rollouts:
+        check_partial(args, {"train_dataset": dataset})
     if args.colo_engine == "vllm" and args.vllm_max_model_length is None and longest:
         most = positions_of(AutoConfig.from_pretrained(model.model_name_or_path, revision=revision)).count
         needed = longest + args.max_completion_length  # a whole context would ask for a KV cache as large

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
 from datasets import Dataset, IterableDataset
 from huggingface_hub import HfApi
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it has no __all__
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from transformers import GenerationConfig, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+from transformers.training_args import ParallelMode
 from transformers.utils import is_liger_kernel_available
 
 from colo import unsloth
@@ -200,6 +201,8 @@ def check_options(args: Any, *, makes_optimizer: bool = True) -> None:
     alpha = args.neftune_noise_alpha
     if alpha is not None and not 0 <= alpha < 2**127:
         raise ValueError(f"neftune_noise_alpha must be at least 0, and a number of fp32, not {alpha}")
+    if args.fsdp:
+        _check_fsdp(args)
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ValueError("use_liger_kernel needs liger-kernel: pip install liger-kernel, or leave it out")
     if (args.save_strategy == "best" or args.load_best_model_at_end) and args.metric_for_best_model is None:
@@ -378,6 +381,17 @@ def check_trainer(trainer: Any) -> None:
                 "colo_offload_activations=True with FSDP needs gradient_checkpointing=True: without it a layer's "
                 "gathered weights are saved too, and FSDP frees them while they are copied to host memory"
             )
+
+
+def _check_fsdp(args: Any) -> None:
+    """Raise for FSDP in one process, and for what `check_trainer` refuses of it, where transformers has read that."""
+    if args.parallel_mode != ParallelMode.DISTRIBUTED:
+        raise ValueError(
+            "Using fsdp only works in distributed training, and this process is alone: start it with torchrun or "
+            "accelerate launch, or leave fsdp out"
+        )
+    if plugin := getattr(args, "fsdp_plugin_args", None):
+        _check_plugin(FullyShardedDataParallelPlugin(**plugin))
 
 
 def _check_plugin(plugin: Any) -> None:

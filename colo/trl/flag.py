@@ -32,7 +32,7 @@ from colo.trl.checks import (
     check_released,
 )
 from colo.trl.generation import initialized_once
-from colo.trl.partial import PartialRollouts
+from colo.trl.partial import PartialRollouts, check_partial
 from colo.weights.sources.peft import active_adapters, check_lora_config
 
 if TYPE_CHECKING:
@@ -263,6 +263,8 @@ class _WithEngine:
         is_made = getattr(type(self), "create_optimizer", None) is Trainer.create_optimizer  # by the options
         check_options(args, makes_optimizer=is_made and not any(options.get(name) for name in _OF_OPTIMIZER))
         check_output(args.output_dir)
+        if args.colo_partial_rollouts:
+            check_partial(args, options)
         # before an engine is started, which takes a minute
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         datasets = options.get("train_dataset"), options.get("eval_dataset")

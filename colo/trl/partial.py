@@ -25,6 +25,31 @@ SURPLUS = 0.25
 """Prompts under way beyond a batch, as a share of it."""
 
 
+def check_partial(args: Any, given: Mapping[str, Any]) -> None:
+    """Raise for a config, and other arguments `given` to a trainer by name, with which no batch is of other prompts.
+
+    Raises: `Unsupported` for what such a batch would break, by name; `ValueError` for a `colo_max_age` at which nothing
+    would ever go on.
+    """
+    for what, is_there in (
+        ("several ranks, each of which would end another number of prompts", args.world_size > 1),
+        ("tools, which answer between turns", bool(given.get("tools"))),
+        ("environments", given.get("environment_factory") is not None),
+        ("rollout_func", given.get("rollout_func") is not None),
+        ("a dataset without a length", not hasattr(given.get("train_dataset"), "__len__")),
+        ("a loss without importance ratios", not getattr(args, "vllm_importance_sampling_correction", False)),
+    ):
+        if is_there:
+            raise Unsupported(f"colo_partial_rollouts does not go with {what}: leave it out")
+    steps = (args.steps_per_generation or args.gradient_accumulation_steps) * args.num_iterations
+    versions = max(1, steps // args.gradient_accumulation_steps)
+    if args.colo_max_age is not None and args.colo_max_age < versions:
+        raise ValueError(
+            f"colo_max_age={args.colo_max_age}, and {versions} versions lie between two generations: whatever goes on "
+            f"would begin anew; give {versions} at least, or several times that for long completions"
+        )
+
+
 class PartialRollouts:
     """Exchanges the rows of a batch for those whose completions have ended."""
 
@@ -37,32 +62,8 @@ class PartialRollouts:
         check: Callable[[Iterable[Sequence[int]]], None],
         max_age: int | None = None,
     ) -> None:
-        """Prepare; `check` refuses tokens of a prompt.
-
-        Raises: `Unsupported` for what a batch of other prompts would break, by name; `ValueError` for a `max_age` at
-        which nothing would ever go on.
-        """
+        """Prepare; `check` refuses tokens of a prompt. Raises: as `options_of`."""
         options_of(runtime.engine, None, sampling)
-        # in TRL 1.4 the instances, and later their makers
-        environments = getattr(trainer, "environment_factories", None) or getattr(trainer, "environments", None)
-        for what, is_there in (
-            ("several ranks, each of which would end another number of prompts", trainer.accelerator.num_processes > 1),
-            ("tools, which answer between turns", bool(getattr(trainer, "tools", None))),
-            ("environments", bool(environments)),
-            ("rollout_func", getattr(trainer, "rollout_func", None) is not None),
-            ("a dataset without a length", not hasattr(trainer.train_dataset, "__len__")),
-            ("a loss without importance ratios", not getattr(trainer, "vllm_importance_sampling_correction", False)),
-        ):
-            if is_there:
-                raise Unsupported(f"colo_partial_rollouts does not go with {what}: leave it out")
-        args = trainer.args
-        steps = (args.steps_per_generation or args.gradient_accumulation_steps) * trainer.num_iterations
-        versions = max(1, steps // args.gradient_accumulation_steps)
-        if max_age is not None and max_age < versions:
-            raise ValueError(
-                f"colo_max_age={max_age}, and {versions} versions lie between two generations: whatever goes on would "
-                f"begin anew; give {versions} at least, or several times that for long completions"
-            )
         self._trainer = trainer
         self._check = check
         self.seconds = 0.0  # that the last batch took

@@ -731,6 +731,15 @@ def test_wrong_usage_ends_with_2(colo, place, unloaded, given, words):
             ["--vllm_importance_sampling_mode", "token_truncate", "--vllm_importance_sampling_clip_max", "-1"],
             "'token_truncate' with vllm_importance_sampling_clip_max=-1 and",
         ),
+        (
+            ["--colo_partial_rollouts", "--colo_max_age", "-1"],
+            "colo_max_age=-1, and 1 versions lie between two generations",
+        ),
+        (
+            ["--colo_partial_rollouts", "--vllm_importance_sampling_correction", "false"],
+            "colo_partial_rollouts does not go with a loss without importance ratios: leave it out",
+        ),
+        (["--fsdp", "full_shard"], "Using fsdp only works in distributed training, and this process is alone: start"),
         (["--num_iterations", "-1"], "num_iterations must be at least 1, not -1"),
         (
             ["--eval_strategy", "steps", "--eval_accumulation_steps", "0", "--eval_dataset_name", "sums.jsonl"],

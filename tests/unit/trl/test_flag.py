@@ -15,6 +15,7 @@ from transformers import (
     BitsAndBytesConfig,
     HfArgumentParser,
 )
+from transformers.training_args import ParallelMode
 from trl import GRPOTrainer, RLOOTrainer, TrlParser
 from trl.trainer import grpo_trainer
 
@@ -468,6 +469,13 @@ def test_options_that_fail_later_are_refused_before_an_engine_starts(make, monke
     monkeypatch.setattr("colo.trl.flag.start", None)
     with pytest.raises(ValueError, match=words):
         make(kind=kind, config=CONFIGS[kind is ColoRLOOTrainer], **FLAG, **changes)
+
+
+def test_what_fsdp_would_do_with_weights_is_refused_before_they_are_loaded(make, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("the model is being loaded"))
+    monkeypatch.setattr(ColoGRPOConfig, "parallel_mode", ParallelMode.DISTRIBUTED)  # as on several ranks
+    with pytest.raises(Unsupported, match="offload_params keeps weights in host memory"):
+        make_flagged(make, fsdp=True, fsdp_config={"cpu_offload": True})
 
 
 def test_an_optimizer_of_a_subclass_takes_the_place_of_options_for_one(make):

@@ -148,7 +148,8 @@ def test_prompts_beside_the_first_batch_are_others_with_the_columns_that_it_has(
     assert {tuple(row) for row in rows} == {tuple(rows[0])}
 
 
-def test_a_maximal_age_at_which_all_begins_anew_is_refused(flagged):
+def test_a_maximal_age_at_which_all_begins_anew_is_refused_before_an_engine_starts(flagged, monkeypatch):
+    monkeypatch.setattr("colo.trl.flag.start", None)
     with pytest.raises(ValueError, match="colo_max_age=1, and 2 versions lie between two generations"):
         flagged(colo_max_age=1, num_iterations=2)
 
@@ -159,9 +160,11 @@ def test_a_maximal_age_at_which_all_begins_anew_is_refused(flagged):
         ({"vllm_importance_sampling_correction": False}, "without importance ratios"),
         ({"kind": ColoRLOOTrainer, "config": ColoRLOOConfig}, "without importance ratios"),
         ({"made_with": {"rollout_func": lambda *_, **__: {}}}, "rollout_func"),
+        ({"dataset": sums().to_iterable_dataset()}, "a dataset without a length"),
     ],
 )
-def test_what_does_not_go_with_other_prompts_is_refused_before_the_first_step(flagged, changes, words, monkeypatch):
+def test_what_does_not_go_with_other_prompts_is_refused_before_an_engine_starts(flagged, changes, words, monkeypatch):
+    monkeypatch.setattr("colo.trl.flag.start", None)
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     with pytest.raises(Unsupported, match=words):
         flagged(**changes)
