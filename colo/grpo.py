@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +28,7 @@ from datasets import Dataset, load_dataset, load_from_disk
 from transformers import AutoConfig, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
-from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
+from trl import GRPOTrainer, ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
 from colo.assembly.arguments import check_path
 from colo.assembly.launch import check_config, refuse_adapted_head, revision_of, tokenizer_of
@@ -152,6 +153,7 @@ def train(
     revision = _revision(args, model)
     lora = _check_model(args, model, revision)
     rewards = _rewards(run, args, revision)
+    _check_metric(args, rewards, tell)
     _check_whole(run)
     dataset = _rows(run.dataset_name, run, run.dataset_train_split)
     evaluation = _evaluation(run, args)
@@ -533,6 +535,31 @@ def _check_words(args: GRPORunConfig) -> None:
     for name, known in _WORDS.items():
         if (given := getattr(args, name)) not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, not {given!r}")
+
+
+def _check_metric(args: GRPORunConfig, rewards: Iterable[Any], tell: Tell) -> None:
+    """Raise `ValueError` for a metric to compare that no evaluation has; `tell` of one that only a reward may log."""
+    given = args.metric_for_best_model
+    if given is None or args.eval_strategy == "no":
+        return
+    of_trl = re.findall(r'_metrics\[mode\]\[f?"([^"]+)"\]', inspect.getsource(GRPOTrainer))
+    names = [reward.split("/")[-1] if isinstance(reward, str) else reward.__name__ for reward in rewards]
+    known = {metric.replace("{reward_func_name}", name) for metric in of_trl for name in names}
+    known |= {"loss", "runtime", "samples_per_second", "steps_per_second"}
+    if given.removeprefix("eval_") in known:
+        return
+    words = f"metric_for_best_model {given!r} is none of an evaluation's, which are {', '.join(sorted(known))}"
+    if not any(_may_log(reward) for reward in rewards):
+        raise ValueError(f"{words}: name one of those")
+    tell(f"{words}, and what a reward logs by log_metric: without it the first evaluation is an error")
+
+
+def _may_log(reward: Any) -> bool:
+    try:
+        takes = {} if isinstance(reward, str) else inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # of a builtin, which has none
+        return False
+    return "log_metric" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values())
 
 
 def _check_batch(args: GRPORunConfig, dataset: Any) -> None:

@@ -763,6 +763,28 @@ def test_what_cannot_be_trained_is_an_error_before_anything_is_loaded(colo, plac
     assert len(said(err)) == 1
 
 
+COMPARED = ["--eval_strategy", "steps", "--eval_steps", "2", "--eval_dataset_name", "sums.jsonl"]
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "eval_accuracy", "rewards/rihgt/mean"])
+def test_a_metric_that_no_evaluation_has_is_an_error_before_anything_is_loaded(colo, place, unloaded, metric):
+    code, err = bad(colo, *COMPARED, "--metric_for_best_model", metric, reward="scores.py:right")
+    assert code == 1 and f"metric_for_best_model {metric!r} is none of an evaluation's, which are " in err
+    assert "loss, num_tokens, " in err and "rewards/right/mean" in err and len(said(err)) == 1
+
+
+@pytest.mark.parametrize("metric", ["loss", "eval_runtime", "eval_reward", "rewards/varied/std", "solved"])
+def test_a_metric_that_an_evaluation_has_is_compared(colo, place, metric):
+    Path("scores.py").write_text(
+        "def varied(completion_ids, log_metric, **columns):\n"
+        "    log_metric('solved', 1.0)\n"
+        "    return [float(ids[0]) for ids in completion_ids]\n"
+    )
+    code, _, err = colo(*arguments(*COMPARED, "--metric_for_best_model", metric, "--save_strategy", "best"))
+    assert code == 0 and ("'solved' is none of an evaluation's" in err) is (metric == "solved")
+    assert Path("out/checkpoint-2").is_dir()
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
