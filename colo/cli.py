@@ -407,6 +407,11 @@ def _parsed(parser: Any, given: Sequence[str]) -> tuple[Any, Any, Any]:
         run, args, model = parser.parse_args_and_config(args=words)
     except YAMLError as error:
         raise click.UsageError(f"--config is not YAML ({' '.join(str(error).split())}).") from None
+    except OSError as error:
+        option = next((word for word in given if word.endswith(f"={error.filename}")), None)
+        if option is None:
+            raise
+        raise click.UsageError(f"{option} cannot be read ({error.strerror}): name a file that is there.") from None
     except (ValueError, TypeError, ImportError) as error:
         raise click.UsageError(f"{str(error).rstrip('.')}.") from None
     if not run.reward_funcs and not run.reward_model_name_or_path:

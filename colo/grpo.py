@@ -397,6 +397,8 @@ def load_rows(
     Raises: `ValueError` for lines that are no rows, no rows at all, what cannot be read, or a column that is not there;
     `OSError` as `datasets`.
     """
+    if not name.strip():
+        raise ValueError("the name of a dataset is empty: give a file of rows, a folder or a dataset of the hub")
     path = Path(name)
     if path.suffix in _KINDS and not path.is_file():
         raise ValueError(f"there is no file {path}: give a file of JSON lines, parquet or CSV, or a dataset's name")

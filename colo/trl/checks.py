@@ -224,7 +224,7 @@ def check_options(args: Any, *, makes_optimizer: bool = True) -> None:
 _FINITE = ("learning_rate", "weight_decay", "beta", "warmup_steps", "num_train_epochs", "entropy_coef")
 _LARGEST = torch.finfo(torch.float32).max
 _RANGES: Mapping[str, tuple[float, float]] = {
-    **dict.fromkeys(("num_train_epochs", "weight_decay", "epsilon", "epsilon_high", "delta"), (0, math.inf)),
+    **dict.fromkeys(("num_train_epochs", "weight_decay", "beta", "epsilon", "epsilon_high", "delta"), (0, math.inf)),
     **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), (1e-30, math.inf)),
     **dict.fromkeys(("ref_model_mixup_alpha", "top_entropy_quantile"), (0, 1)),
     "ref_model_sync_steps": (1, math.inf),
