@@ -18,6 +18,7 @@ from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TextIO, TypeVar
 
 import click
@@ -91,7 +92,13 @@ def _check_file(path: Path, suffix: str) -> None:
         raise click.BadParameter(f"{str(path)!r} does not end in {suffix}.")
     folder = path.absolute().parent
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    is_open = there.is_dir() and os.access(there, os.W_OK)
+    if is_open and not path.exists():  # else click has looked
+        try:
+            TemporaryFile(dir=there).close()  # /proc takes no file, whoever asks
+        except OSError:
+            is_open = False
+    if not is_open:
         raise click.BadParameter(f"{str(there)!r} is not a folder that can be written to.")
     if suffix == ".png" and find_spec("matplotlib") is None:
         raise click.BadParameter("a PNG needs matplotlib: run pip install 'colo-rl[plot]', or leave it out.")

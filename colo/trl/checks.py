@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -420,7 +421,12 @@ def check_output(folder: str | os.PathLike[str]) -> None:
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir():
         raise NotADirectoryError(f"output_dir {folder} cannot be made, {there} is a file: choose another output_dir")
-    if not os.access(there, os.W_OK | os.X_OK):
+    try:
+        is_open = os.access(there, os.W_OK | os.X_OK)
+        TemporaryFile(dir=there).close()  # /proc takes no file, whoever asks
+    except OSError:
+        is_open = False
+    if not is_open:
         raise PermissionError(f"output_dir {folder} cannot be written to, {there} is closed: choose another output_dir")
 
 

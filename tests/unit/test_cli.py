@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,6 +172,12 @@ def test_a_folder_that_may_not_be_written_to_is_wrong_usage(colo, untrained, tmp
     code, _, err = colo("demo", "--device", "cpu", "--html", tmp_path / "new" / "demo.html")
     assert code == 2
     assert f"'{tmp_path}' is not a folder that can be written to" in err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_a_plan_looks_at_its_file_before_it_reads_the_model(colo):
+    code, out, err = colo("plan", "nosuch/model", "--json", "/proc/new/plan.json")
+    assert (code, out) == (2, "") and "'/proc' is not a folder that can be written to" in err
 
 
 def test_demo_looks_for_matplotlib_before_it_trains(colo, untrained, monkeypatch):

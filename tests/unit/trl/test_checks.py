@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -205,6 +206,12 @@ def test_a_closed_folder_is_refused(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path))
     with pytest.raises(PermissionError, match="cannot be written to"):
         check_output(tmp_path / "closed" / "out")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no /proc")
+def test_a_folder_that_takes_no_file_is_refused():
+    with pytest.raises(PermissionError, match="output_dir /proc/new/out cannot be written to, /proc is closed"):
+        check_output("/proc/new/out")
 
 
 @pytest.mark.parametrize("lora", [False, True, {"use_dora": True}], ids=["full", "lora", "dora"])
