@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 8192
 """Prompt tokens, padding included, of one forward pass. Bounds the activations, which are not part of the buffer."""
 
+_RAISE = ": raise kv_cache_bytes (colo_kv_cache_bytes under TRL's flag) to what a prompt and its completion take"
+
 
 class BufferLayer(DynamicLayer):  # type: ignore[misc]  # transformers ships no types
     """Keys and values of one layer, [rows, heads, length, head_dim]: views of memory with room for more columns."""
@@ -158,7 +160,9 @@ class KVCacheBuffer:
         self.bytes_per_token = num_layers * layer.token_bytes(dtype_bytes=dtype.itemsize)
         self.capacity_tokens = region.size_bytes // self.bytes_per_token
         if not self.capacity_tokens:
-            raise ValueError(f"a KV cache of {region.size_bytes} bytes holds no token of {self.bytes_per_token} bytes")
+            raise ValueError(
+                f"a KV cache of {region.size_bytes} bytes holds no token of {self.bytes_per_token} bytes{_RAISE}"
+            )
 
     def plan(self, prompts: Sequence[tuple[int, ...]], *, n: int, max_tokens: int) -> list[Wave]:
         """The waves of a call. Raises: `BudgetError` when one sequence does not fit even alone."""
@@ -392,7 +396,7 @@ class ModelCaches:
         if footprint.size_bytes(1) > region.size_bytes:
             raise ValueError(
                 f"a KV cache of {region.size_bytes} bytes holds no sequence of one token, which takes "
-                f"{footprint.size_bytes(1)} bytes"
+                f"{footprint.size_bytes(1)} bytes{_RAISE}"
             )
 
     def plan(self, prompts: Sequence[tuple[int, ...]], *, n: int, max_tokens: int) -> list[Wave]:

@@ -45,7 +45,7 @@ def test_a_sequence_too_long_is_refused_with_the_numbers():
 
 def test_a_buffer_without_room_for_a_token_is_refused():
     region = allocate_region(256, CPU, name="kv")
-    with pytest.raises(ValueError, match="256 bytes holds no token of 512 bytes"):
+    with pytest.raises(ValueError, match="256 bytes holds no token of 512 bytes: raise kv_cache_bytes"):
         KVCacheBuffer(region, num_layers=4, num_heads=4, head_dim=4, dtype=torch.float32)
 
 

@@ -270,7 +270,8 @@ def test_a_cache_of_a_models_own_is_counted_and_bounds_how_many_sequences_run_to
     assert kv_cache.device_bytes == 0
     rt.close()
     with pytest.raises(
-        ValueError, match="a KV cache of 4000 bytes holds no sequence of one token, which takes 4096 bytes"
+        ValueError,
+        match="a KV cache of 4000 bytes holds no sequence of one token, which takes 4096 bytes: raise kv_cache_bytes",
     ):
         TorchEngine(MAMBA, device="cpu", dtype=torch.float32, kv_cache_bytes=4000)
 

@@ -31,6 +31,7 @@ from colo.engines.vllm.processes import start_apart_from_interrupts
 from colo.engines.vllm.wire import COLO, FORMAT_KEY, STORE_KEY, WORKER_EXTENSION
 from colo.errors import Unsupported, named_misfits
 from colo.memory.probe import used_device_bytes
+from colo.units import format_bytes
 from colo.weights.packed import BITSANDBYTES, method_of, refuse_quantized
 
 LOGPROBS_MODE = "processed_logprobs"
@@ -53,7 +54,7 @@ def start_llm(
             "a vLLM runs in this process already, and closing one of two breaks the other: start this one in a process "
             "of its own (own_process=True), or close the other first"
         )
-    with told_start(own_process=own_process) as log_says:
+    with told_start(own_process=own_process, kv_cache_bytes=options.get("kv_cache_memory_bytes", 0)) as log_says:
         # what vLLM takes beyond its segments is reported as residual
         before_bytes = used_device_bytes(device) or 0
         with compat.in_this_process(not own_process):
@@ -294,10 +295,11 @@ def logs_to_file() -> Iterator[None]:
 
 
 @contextmanager
-def told_start(*, own_process: bool) -> Iterator[Callable[[], str | None]]:
+def told_start(*, own_process: bool, kv_cache_bytes: int = 0) -> Iterator[Callable[[], str | None]]:
     """Say that vLLM is being started, where its log is, and how long it has taken.
 
-    Yields what says, later, where the log is and which error of this vLLM it ends with; a failing start has that noted.
+    Yields what says, later, where the log is and which error of this vLLM it ends with; a failing start has that
+    noted, and where its KV cache of `kv_cache_bytes` is too small, what to raise.
     """
     path = log_file() if _is_ours() and (own_process or _logs_here()) else None
     # an earlier engine's errors are before this byte
@@ -317,6 +319,12 @@ def told_start(*, own_process: bool) -> Iterator[Callable[[], str | None]]:
     except Exception as error:
         if (said := log_says()) is not None:
             error.add_note(said)
+        if "increasing `gpu_memory_utilization`" in f"{error} {said}":  # which has no part in it here
+            error.add_note(
+                f"the KV cache has {format_bytes(kv_cache_bytes)}, of which vLLM gives a sequence whole blocks of "
+                "tokens: raise kv_cache_bytes (colo_kv_cache_bytes under TRL's flag), or lower a max_model_len that "
+                "was given; colo plan says what a token takes"
+            )
         raise
     log.logger.info("vLLM has started, in %.0f s", time.monotonic() - start_s)
 

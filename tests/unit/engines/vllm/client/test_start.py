@@ -109,6 +109,17 @@ def test_an_error_names_the_file_and_its_last_error_of_this_start(messages, tmp_
     assert caught.value.__notes__ == [f"vLLM's log is {path}"]
 
 
+@pytest.mark.parametrize("in_log", [True, False], ids=["in the log", "raised"])
+def test_a_cache_that_holds_nothing_is_said_to_need_kv_cache_bytes(tmp_path, in_log):
+    words = "not enough GPU memory available to serve even a single token. Try increasing `gpu_memory_utilization`."
+    with pytest.raises(RuntimeError) as caught, vllm_log.told_start(own_process=True, kv_cache_bytes=1000):
+        if in_log:
+            (tmp_path / "vllm.log").write_text(LINE.format("ERROR", f"ValueError: {words}"))
+        raise RuntimeError("Engine core initialization failed" if in_log else words)
+    assert caught.value.__notes__[-1].startswith("the KV cache has 1000 B, of which vLLM gives a sequence whole blocks")
+    assert "raise kv_cache_bytes (colo_kv_cache_bytes under TRL's flag)" in caught.value.__notes__[-1]
+
+
 def test_an_engine_that_dies_later_has_its_own_last_error_said(tmp_path):
     path = tmp_path / "vllm.log"
     path.write_text(LINE.format("ERROR", "ValueError: of another engine"))
