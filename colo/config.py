@@ -11,7 +11,7 @@ from functools import wraps
 from numbers import Real
 from typing import Any
 
-from colo.units import GIB, MIB, parse_bytes
+from colo.units import GIB, MIB, check_digits, parse_bytes
 
 
 class Offload(StrEnum):
@@ -189,6 +189,7 @@ class RuntimeConfig:
             value = value.tolist() if hasattr(value, "tolist") else value
             if hasattr(type(value), "__index__") and not isinstance(value, bool):
                 value = operator.index(value)
+            check_digits(entry.name, value)
             object.__setattr__(self, entry.name, value)
             if value is None and entry.default is None:
                 continue

@@ -25,6 +25,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
 from colo.errors import TransferError, Unsupported
+from colo.units import check_digits
 
 if TYPE_CHECKING:
     import torch
@@ -137,9 +138,10 @@ class SamplingParams:
 
 
 def check_number(name: str, value: Any, kind: type, words: str) -> None:
-    """Raise `TypeError` for a value that is not of this kind."""
+    """Raise `TypeError` for a value that is not of this kind, `ValueError` for more digits than a message can hold."""
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TypeError(f"{name} must be {words}, not {value!r}")
+    check_digits(name, value)
 
 
 def plain(value: Any) -> Any:
@@ -153,9 +155,12 @@ def plain(value: Any) -> Any:
 
 def _integers(name: str, given: Any, words: str) -> tuple[int, ...]:
     try:
-        return tuple(map(operator.index, given))
+        found = tuple(map(operator.index, given))
     except TypeError:
         raise TypeError(f"{name} must be {words}, not {given!r}") from None
+    for each in found:
+        check_digits(f"one of {name}", each)
+    return found
 
 
 class _Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ GIB = 1 << 30
 _FACTORS = {"": 1, "b": 1}
 _FACTORS |= {f"{p}{rest}": 1 << (10 * (i + 1)) for i, p in enumerate("kmgt") for rest in ("ib", "i", "")}
 _FACTORS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
+_MOST_BITS = 2000
 _QUANTITY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
@@ -25,6 +27,7 @@ def parse_bytes(text: str | int, *, least_bytes: int = 0) -> int:
 
     Raises: `ValueError` naming the text and the units that are understood, or for fewer than `least_bytes`.
     """
+    check_digits("the size", text)
     match = _QUANTITY.fullmatch(str(text))
     if not match or match[2].lower() not in _FACTORS:
         raise ValueError(f"cannot read {text!r} as a size: write for example 80GiB, 80G, 24GB or 1073741824")
@@ -37,6 +40,13 @@ def parse_bytes(text: str | int, *, least_bytes: int = 0) -> int:
         least = format_bytes(least_bytes)
         raise ValueError(f"{str(text).strip()!r} is {format_bytes(num_bytes)}, less than {least}{unit}")
     return num_bytes
+
+
+def check_digits(name: str, value: object) -> None:
+    """Raise `ValueError` for an integer of more digits than Python writes, which a message cannot name."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        digits = round(value.bit_length() * math.log10(2))
+        raise ValueError(f"{name} is a whole number of about {digits} digits: give one of 64 bits at most")
 
 
 def format_bytes(num_bytes: float) -> str:

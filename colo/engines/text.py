@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from colo.engine import Completion
 from colo.errors import BudgetError, Unsupported
 from colo.memory.probe import available_host_bytes
-from colo.units import format_bytes
+from colo.units import check_digits, format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -271,6 +271,7 @@ def check_prompts(
         # `min` and `max` run in C: the loop below is for the error alone
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             token = next(t for t in prompt if not 0 <= t < vocab_size)
+            check_digits(f"a token id of prompt {index}", token)
             raise ValueError(f"prompt {index} has token id {token}, outside the vocabulary of {vocab_size}")
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from colo.engine import Completion, Engine, SamplingParams
 from colo.engines.sampling import check_seeds, row_seed, without_neutral
 from colo.errors import BudgetError, Unsupported
+from colo.units import check_digits
 
 ROUND_TOKENS = 128
 """Tokens that a row asks for in the first round of a call, and in each of one that ends at a time."""
@@ -363,6 +364,7 @@ def check_until(until: Until | None, max_age: int | None, keys: object) -> None:
             if given is not None:
                 raise ValueError(f"{name} is of completions that go on in a later call: give until=... with it")
         return
+    check_digits("until", until)
     if isinstance(until, bool) or not isinstance(until, (int, float, timedelta)):
         raise TypeError(f"until must be a share such as 0.9, a number of prompts, or a timedelta, not {until!r}")
     if isinstance(until, float) and not 0 < until <= 1:
@@ -371,6 +373,7 @@ def check_until(until: Until | None, max_age: int | None, keys: object) -> None:
         raise ValueError(f"until must be at least 1, but is {until}")
     if isinstance(until, timedelta) and until <= timedelta():
         raise ValueError(f"until must be a time that is longer than {until}")
+    check_digits("max_age", max_age)
     if max_age is not None and (isinstance(max_age, bool) or not isinstance(max_age, int) or max_age < 0):
         raise ValueError(f"max_age must be a whole number of versions, 0 or more, and not {max_age!r}")
 

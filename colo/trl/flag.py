@@ -33,6 +33,7 @@ from colo.trl.checks import (
 )
 from colo.trl.generation import initialized_once
 from colo.trl.partial import PartialRollouts, check_partial
+from colo.units import check_digits
 from colo.weights.sources.peft import active_adapters, check_lora_config
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class ColoOptions:
     )
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            check_digits(each.name, getattr(self, each.name))
         for name in _SWITCHES:
             if getattr(self, name) not in (True, False):  # "false" would be true
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")

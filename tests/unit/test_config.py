@@ -76,6 +76,9 @@ def test_a_size_beyond_all_numbers_is_refused():
     for name in [name for name in NUMBERS if name.endswith("_bytes")]:
         with pytest.raises(ValueError, match=rf"{name} must be less than 2\*\*63, as sizes of memory are, not 1000"):
             RuntimeConfig(**{name: 10**400})
+    for name in NUMBERS:
+        with pytest.raises(ValueError, match=f"^{name} is a whole number of about 5000 digits: give one of 64 bits"):
+            RuntimeConfig(**{name: -(10**5000)})
 
 
 class Index:

@@ -37,6 +37,13 @@ def test_what_is_not_a_size_is_refused_with_an_example(text):
     assert "80GiB" in str(caught.value)
 
 
+def test_an_integer_that_python_cannot_write_is_refused_by_its_digits():
+    with pytest.raises(
+        ValueError, match="^the size is a whole number of about 5000 digits: give one of 64 bits at most$"
+    ):
+        parse_bytes(10**5000)
+
+
 @pytest.mark.parametrize("text", ["24", 24])
 def test_a_number_that_lacks_its_unit_is_refused_where_a_size_has_a_least_value(text):
     with pytest.raises(ValueError, match="'24' is 24 B, less than 1.00 MiB: write 24GiB, or another unit"):

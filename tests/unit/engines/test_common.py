@@ -31,6 +31,19 @@ def test_a_count_beyond_all_memory_is_refused_and_the_engine_goes_on():
             BudgetError, match=r"at least 4\.66e\+390 TiB of host memory, and .* are available: lower n"
         ):
             rt.generate([[1, 2]], n=10**400)
+        for prompt, options, name in (
+            ([1, 10**5000], {}, "a token id of prompt 0"),
+            ([1], {"seed": -(10**5000)}, "seed"),
+            ([1], {"max_tokens": 10**5000}, "max_tokens"),
+            ([1], {"temperature": 10**5000}, "temperature"),
+            ([1], {"stop_token_ids": [10**5000]}, "one of stop_token_ids"),
+            ([1], {"until": -(10**5000)}, "until"),
+            ([1], {"until": 1, "max_age": -(10**5000)}, "max_age"),
+        ):  # which Python writes in no message
+            with pytest.raises(
+                ValueError, match=f"^{name} is a whole number of about 5000 digits: give one of 64 bits"
+            ):
+                rt.generate([prompt], **options)
         assert len(rt.generate([[1, 2]], n=2, max_tokens=1)) == 2
 
 

@@ -471,6 +471,12 @@ def test_options_that_fail_later_are_refused_before_an_engine_starts(make, monke
         make(kind=kind, config=CONFIGS[kind is ColoRLOOTrainer], **FLAG, **changes)
 
 
+def test_a_number_of_a_config_that_python_cannot_write_is_named(make):
+    for name in ("num_generations", "seed", "colo_max_age"):
+        with pytest.raises(ValueError, match=f"^{name} is a whole number of about 5000 digits: give one of 64 bits"):
+            make_flagged(make, **{name: 10**5000})
+
+
 def test_what_fsdp_would_do_with_weights_is_refused_before_they_are_loaded(make, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("the model is being loaded"))
     monkeypatch.setattr(ColoGRPOConfig, "parallel_mode", ParallelMode.DISTRIBUTED)  # as on several ranks
