@@ -533,7 +533,9 @@ class Planes:
         gradients = [(g if g.layout is torch.strided else g.to_dense()).reshape(-1)[a:b] for g, a, b in held]
         torch._foreach_copy_([gradient[place] for place in places], gradients)
         rounded = [name for name in mine if self._is_rounded(name)]
-        wide = {name: slot.wide(n, start, stop).copy_(mine[name]) for n, name in enumerate(rounded)}
+        wide = {name: slot.wide(n, start, stop) for n, name in enumerate(rounded)}
+        if wide:
+            torch._foreach_copy_(list(wide.values()), [mine[name] for name in rounded])
         made = self._step_flat(flat, pieces, mine | wide)
         # a stretch of a plane has random numbers of its own, whatever else is stepped
         seeds = count(self._seed + len(MOMENTS) * (self._starts[pieces[0][0]] + pieces[0][1]))
