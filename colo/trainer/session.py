@@ -35,7 +35,7 @@ from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts, as_torch, parameters_of
 from colo.trainer.state import TrainerState, UncopiedHook, untraced
 from colo.trainer.streamed import StreamedState
-from colo.trainer.window import RANGE_BYTES
+from colo.trainer.window import RANGE_BYTES, RELEASED_RANGE_BYTES
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
 """Segments that a training phase needs only when the optimizer steps; but see `TrainerSession.needs`."""
@@ -122,7 +122,7 @@ class TrainerSession:
                     self.optimizer,
                     mover,
                     # a window of larger ranges would only take memory: see `RANGE_BYTES`
-                    region_bytes=min(region_bytes, RANGE_BYTES),
+                    region_bytes=min(region_bytes, RELEASED_RANGE_BYTES if release_gradients else RANGE_BYTES),
                     resident_bytes=resident_bytes,
                     moment_dtype=moment_dtype,
                     agree=agree,
@@ -264,6 +264,8 @@ class TrainerSession:
     def note_end(self, *, in_order: bool) -> None:
         """Note whether a training phase has ended without an error: a pass without a step was not interrupted then."""
         self._lacks_step |= in_order and self._backward.passes > 0
+        if isinstance(self._state, StreamedState):
+            self._state.window.join()  # which a pass that has failed has not done
 
     @property
     def has_whole_pass(self) -> bool:

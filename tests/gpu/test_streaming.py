@@ -167,3 +167,64 @@ def test_state_that_stays_on_the_device_makes_the_same_weights_and_gives_its_byt
     streamed.close()
     plain.close()
     mover.close()
+
+
+@pytest.mark.parametrize("held_bytes", [512 * MIB, MIB])
+def test_steps_beside_a_backward_pass_make_the_same_weights_before_anything_reads_them(held_bytes, monkeypatch):
+    monkeypatch.setattr("colo.trainer.window.HELD_BYTES", held_bytes)
+    mover = Mover(CUDA, host_limit_bytes=4 * GIB)
+    (net, optimizer), (twin, other) = trained(), trained()
+    streamed = StreamedState(optimizer, mover, region_bytes=16 * MIB, may_release=lambda: True)
+    resident = TrainerState(other, mover)
+    gradient_bytes = sum(p.nbytes for p in net.parameters())
+    for number in range(6):
+        x = torch.randn(4096, WIDTH, generator=torch.Generator(CUDA).manual_seed(number), device=CUDA).bfloat16()
+        twin(x).float().square().mean().backward()
+        other.step()
+        other.zero_grad()
+        loss = net(x).float().square().mean()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss.backward()
+        # read in the order of this stream, before `step()` and without waiting for the GPU
+        read = [p.detach().clone() for p in net.parameters()]
+        if number and held_bytes < gradient_bytes / 8:
+            assert torch.cuda.max_memory_allocated() - before - gradient_bytes < gradient_bytes / 2  # of the clones
+        assert all(p.grad is None for p in net.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(map(torch.equal, read, twin.parameters()))
+        assert all(map(torch.equal, net.parameters(), twin.parameters()))
+        streamed.refresh()
+    streamed.close()
+    resident.close()
+    mover.close()
+
+
+def test_a_backward_pass_that_fails_leaves_weights_to_the_steps_that_it_has_begun():
+    mover = Mover(CUDA, host_limit_bytes=4 * GIB)
+    (net, optimizer), (twin, other) = trained(), trained()
+    streamed = StreamedState(optimizer, mover, region_bytes=16 * MIB, may_release=lambda: True)
+    resident = TrainerState(other, mover)
+    x = torch.randn(4096, WIDTH, device=CUDA).bfloat16()
+
+    def fail(_):
+        raise RuntimeError("this pass fails")
+
+    reached = [False] * len(list(net.parameters()))
+    for number, p in enumerate(net.parameters()):
+        p.register_post_accumulate_grad_hook(lambda _, number=number: reached.__setitem__(number, True))
+    net[LAYERS // 2].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="this pass fails"):
+        net(x).float().square().mean().backward()
+    twin(x).float().square().mean().backward()
+    for q, is_reached in zip(twin.parameters(), reached, strict=True):
+        q.grad = q.grad if is_reached else None
+    assert LAYERS // 2 < reached.count(True) < 2 * LAYERS
+    optimizer.step()
+    other.step()
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+    streamed.close()
+    resident.close()
+    mover.close()
