@@ -134,7 +134,7 @@ class RuntimeConfig:
 
     region_bytes: int = 1 * GIB
     """Parked tensors move in packs of about this size, each by one copy. Of streamed state it is the size of a range,
-    64 MiB at most, of which three are on the device."""
+    64 MiB at most, or 128 where gradients are released, of which three are on the device."""
 
     chunk_bytes: int = 64 * MIB
     """Copies between host and device are cut into pieces of this size, so that small copies get through."""

@@ -41,7 +41,7 @@ PASS_FRACTION = 1 / 8
 """Share of a device without a set limit that is left to a training pass beside resident state: for activations,
 log-probabilities, and what a step computes in."""
 # as colo/trainer/window.py has them, which imports torch
-RANGE_BYTES, RELEASED_RANGE_BYTES, NUM_SLOTS, HELD_BYTES = 64 * MIB, 128 * MIB, 3, 512 * MIB
+RANGE_BYTES, RELEASED_RANGE_BYTES, NUM_SLOTS = 64 * MIB, 128 * MIB, 3
 # Left resident by vLLM 0.26 asleep (context, CUDA graphs, workspaces), measured: Qwen3-8B on an H200.
 ENGINE_RESIDUAL_BYTES = round(1.4 * GIB)
 TRAINER_RESIDUAL_BYTES = GIB // 2  # an allowance, not measured: cuBLAS workspaces, what the allocator rounds up
@@ -552,7 +552,7 @@ def window_bytes(shape: ModelShape, w: Workload) -> Window:
     return Window(
         state=(NUM_SLOTS * state_bytes + flat_bytes) * elements,
         slot=state_bytes * elements,
-        gradients=2 * max(largest, elements) * dtype_bytes + HELD_BYTES,
+        gradients=2 * max(largest, elements) * dtype_bytes,
     )
 
 

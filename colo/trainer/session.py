@@ -264,8 +264,6 @@ class TrainerSession:
     def note_end(self, *, in_order: bool) -> None:
         """Note whether a training phase has ended without an error: a pass without a step was not interrupted then."""
         self._lacks_step |= in_order and self._backward.passes > 0
-        if isinstance(self._state, StreamedState):
-            self._state.window.join()  # which a pass that has failed has not done
 
     @property
     def has_whole_pass(self) -> bool:

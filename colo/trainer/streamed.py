@@ -157,7 +157,6 @@ class StreamedState(TrainerState):
         """Begin a step, or go on with one that has not ended. Raises: `BudgetError` without host memory for its state;
         `RuntimeError`, torch's own, for sparse gradients that the class does not take. Nothing has been stepped then.
         """
-        self.window.join()  # a backward pass that failed has not done it
         # after a step that failed: gradients that were written to since belong to another step
         self._taken.drop_changed()
         noted = set(map(id, self._taken.present()))
@@ -271,19 +270,15 @@ class StreamedState(TrainerState):
                 self._missing = {
                     work.number: {id(p) for p in work.parameters if p.requires_grad} for work in self.window.work()
                 }
-            ended: list[torch.Tensor] = []
             for work in self.window.work_of(parameter):
                 missing = self._missing[work.number]
                 missing.discard(id(parameter))
                 if not missing:
                     # nothing to fetch ahead: which range is complete next depends on the backward pass
-                    with self.window.beside(work):
-                        self._handle(work, None)
-                    # a gradient goes when the last of its ranges is stepped
-                    ended += [p for p in work.parameters if len(self._done.get(p, ())) == len(self.window.work_of(p))]
-            self.window.hold([p.grad for p in ended if p.grad is not None])
-            for member in ended:
-                member.grad = None
+                    self._handle(work, None)
+                    for member in work.parameters:  # a gradient goes when the last of its ranges is stepped
+                        if len(self._done.get(member, ())) == len(self.window.work_of(member)):
+                            member.grad = None
 
     def _keep_gradients(self) -> None:
         """Drop no gradient from now on: each checkpoint of a layer adds to them, and none tells if it is the last.

@@ -11,7 +11,7 @@ state, but not over the bus. They are a segment of their own, which leaves for g
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -47,10 +47,6 @@ the step, at 512 MiB too few ranges are under way to overlap."""
 
 RELEASED_RANGE_BYTES = 128 * MIB
 """The same where gradients are released: Python, which queues the backward pass as well, would bound smaller ones."""
-
-HELD_BYTES = 512 * MIB
-"""Gradients that wait to be stepped beside a backward pass, besides the oldest, beyond which the pass waits for that.
-Enough that the bus goes on while the pass computes again what a checkpoint has dropped."""
 
 
 @dataclass(eq=False)
@@ -111,14 +107,9 @@ class StateWindow:
         self._slots: list[StateSlot] = []
         self._turn = 0
         self._streams: dict[str, torch.cuda.Stream] = {}
-        # the end of the last step of some gradients, these, and their bytes
-        self._held: deque[tuple[torch.cuda.Event, list[torch.Tensor], int]] = deque()
-        self._held_bytes = 0
-        self._is_beside = False  # true while there are steps that the backward pass's stream has not waited for
-        # streams of their own: copies in and out go both ways over the bus at once, beside the step's kernels, and
-        # those beside the kernels of a backward pass
+        # streams of their own: copies in and out go both ways over the bus at once, beside the step's kernels
         if mover.device.type == "cuda":
-            self._streams = {lane: torch.cuda.Stream(mover.device) for lane in ("in", "out", "step")}
+            self._streams = {lane: torch.cuda.Stream(mover.device) for lane in ("in", "out")}
         self.stock = take_stock(optimizer)
 
     # ---- as a segment -----------------------------------------------------------------------------------------------
@@ -257,7 +248,6 @@ class StateWindow:
 
     def _settle(self) -> None:
         """Wait for copies under way: the host reads its own memory, and unmaps the device's, whatever streams do."""
-        self.join()
         for stream in self._streams.values():
             stream.synchronize()
 
@@ -332,12 +322,10 @@ class StateWindow:
         return isinstance(next(iter(self._work_of.get(id(parameter), ())), None), Range)
 
     def released_bytes(self) -> int:
-        """Bytes of gradients alive at once when each range drops its own: of two neighbours, and `HELD_BYTES`."""
+        """Bytes of gradients alive at once when each range drops its own: the most that two neighbours have."""
         in_order: list[Work] = [*chain.from_iterable(planes.ranges for planes in self._planes), *self._buckets]
         sizes = [sum(local_bytes(p) for p in work.parameters if p.requires_grad) for work in in_order]
-        largest = max((one + other for one, other in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
-        all_bytes = sum(local_bytes(p) for p in parameters_of(self.optimizer) if p.requires_grad)
-        return min(all_bytes, largest + HELD_BYTES * bool(self._streams))
+        return max((one + other for one, other in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
     def take_in(self) -> None:
         """Find parameters that are new, and state that somebody has made, replaced or loaded; it goes to the host.
@@ -563,36 +551,6 @@ class StateWindow:
         if event is not None:
             # of the window's device, which may not be the current one
             torch.cuda.current_stream(self._mover.device).wait_event(event)
-
-    def beside(self, work: Work) -> AbstractContextManager[Any]:
-        """Step a range within the block beside the backward pass that has brought its gradients."""
-        stream = self._streams.get("step") if isinstance(work, Range) else None
-        if stream is not None:
-            # after the gradients, and the pass's last use of these weights
-            stream.wait_stream(torch.cuda.current_stream(self._mover.device))
-            self._is_beside = True
-        return _on(stream)
-
-    def hold(self, gradients: list[torch.Tensor]) -> None:
-        """Keep gradients, within a pass, until the steps beside it have used them; it waits where they are too many."""
-        if not self._is_beside:
-            return
-        # torch calls it at the end of the pass: what follows reads weights that have been stepped
-        torch.autograd.Variable._execution_engine.queue_callback(self.join)
-        size_bytes = sum(map(local_bytes, gradients))
-        self._held.append((self._streams["step"].record_event(), gradients, size_bytes))
-        self._held_bytes += size_bytes
-        while self._held and (self._held_bytes - self._held[0][2] > HELD_BYTES or self._held[0][0].query()):
-            stepped, _used, size_bytes = self._held.popleft()
-            self._wait(stepped)  # before they are dropped: their memory goes to what this stream does next
-            self._held_bytes -= size_bytes
-
-    def join(self) -> None:
-        """Make the present stream wait for the steps beside a backward pass."""
-        if self._is_beside:
-            torch.cuda.current_stream(self._mover.device).wait_stream(self._streams["step"])
-            self._held.clear()
-            self._held_bytes, self._is_beside = 0, False
 
     def end_part(self, parameters: Iterable[torch.Tensor]) -> None:
         """End the step for some parameters, all of whose elements have been stepped: the next is another one."""

@@ -169,9 +169,7 @@ def test_state_that_stays_on_the_device_makes_the_same_weights_and_gives_its_byt
     mover.close()
 
 
-@pytest.mark.parametrize("held_bytes", [512 * MIB, MIB])
-def test_steps_beside_a_backward_pass_make_the_same_weights_before_anything_reads_them(held_bytes, monkeypatch):
-    monkeypatch.setattr("colo.trainer.window.HELD_BYTES", held_bytes)
+def test_steps_within_a_backward_pass_make_the_same_weights_before_anything_reads_them():
     mover = Mover(CUDA, host_limit_bytes=4 * GIB)
     (net, optimizer), (twin, other) = trained(), trained()
     streamed = StreamedState(optimizer, mover, region_bytes=16 * MIB, may_release=lambda: True)
@@ -189,7 +187,7 @@ def test_steps_beside_a_backward_pass_make_the_same_weights_before_anything_read
         loss.backward()
         # read in the order of this stream, before `step()` and without waiting for the GPU
         read = [p.detach().clone() for p in net.parameters()]
-        if number and held_bytes < gradient_bytes / 8:
+        if number:
             assert torch.cuda.max_memory_allocated() - before - gradient_bytes < gradient_bytes / 2  # of the clones
         assert all(p.grad is None for p in net.parameters())
         optimizer.step()
