@@ -542,9 +542,10 @@ def _check_words(args: GRPORunConfig) -> None:
 def _check_metric(args: GRPORunConfig, rewards: Iterable[Any], tell: Tell) -> None:
     """Raise `ValueError` for a metric to compare that no evaluation has; `tell` of one that only a reward may log."""
     given = args.metric_for_best_model
-    if given is None or args.eval_strategy == "no":
-        return
+    # TRL lists its metrics nowhere; one that writes them in another way is not asked
     of_trl = re.findall(r'_metrics\[mode\]\[f?"([^"]+)"\]', inspect.getsource(GRPOTrainer))
+    if given is None or args.eval_strategy == "no" or not of_trl:
+        return
     names = [reward.split("/")[-1] if isinstance(reward, str) else reward.__name__ for reward in rewards]
     known = {metric.replace("{reward_func_name}", name) for metric in of_trl for name in names}
     known |= {"loss", "runtime", "samples_per_second", "steps_per_second"}
