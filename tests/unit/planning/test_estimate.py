@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from colo.planning import estimate as module
 from colo.planning.estimate import Estimate, Mode, ModelShape, Optimizer, Workload, estimate, max_generations, what_fits
 from colo.planning.estimate import plan as plan_of_folder
+from colo.trainer import window
 from colo.units import GIB, MIB
 
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -366,6 +367,11 @@ def test_moments_in_bf16_take_half_of_the_host_and_of_the_bus():
 def test_qwen3_8b_is_trained_in_full_on_48_gib():
     assert plan(gpu_memory_bytes=48 * GIB, generations=8).fits
     assert not plan(gpu_memory_bytes=48 * GIB, generations=8, state="resident").fits
+
+
+def test_ranges_are_as_large_as_a_runtime_makes_them():
+    for name in ("RANGE_BYTES", "RELEASED_RANGE_BYTES", "NUM_SLOTS"):
+        assert getattr(module, name) == getattr(window, name)
 
 
 def test_released_gradients_are_those_of_the_two_largest_parameters():
