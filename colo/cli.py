@@ -92,14 +92,11 @@ def _check_file(path: Path, suffix: str) -> None:
         raise click.BadParameter(f"{str(path)!r} does not end in {suffix}.")
     folder = path.absolute().parent
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    is_open = there.is_dir() and os.access(there, os.W_OK)
-    if is_open and not path.exists():  # else click has looked
+    if not path.exists():  # else click has looked
         try:
-            TemporaryFile(dir=there).close()  # /proc takes no file, whoever asks
+            TemporaryFile(dir=there).close()
         except OSError:
-            is_open = False
-    if not is_open:
-        raise click.BadParameter(f"{str(there)!r} is not a folder that can be written to.")
+            raise click.BadParameter(f"{str(there)!r} is not a folder that can be written to.") from None
     if suffix == ".png" and find_spec("matplotlib") is None:
         raise click.BadParameter("a PNG needs matplotlib: run pip install 'colo-rl[plot]', or leave it out.")
 

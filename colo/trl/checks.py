@@ -416,18 +416,17 @@ _WHOLE, _ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 
 def check_output(folder: str | os.PathLike[str]) -> None:
-    """Raise `OSError` where a run could not make a folder and write to it. Makes nothing."""
+    """Raise `OSError` where a run could not make a folder and write to it. Leaves nothing there."""
     path = Path(folder).absolute()
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not there.is_dir():
         raise NotADirectoryError(f"output_dir {folder} cannot be made, {there} is a file: choose another output_dir")
     try:
-        is_open = os.access(there, os.W_OK | os.X_OK)
-        TemporaryFile(dir=there).close()  # /proc takes no file, whoever asks
+        TemporaryFile(dir=there).close()
     except OSError:
-        is_open = False
-    if not is_open:
-        raise PermissionError(f"output_dir {folder} cannot be written to, {there} is closed: choose another output_dir")
+        raise PermissionError(
+            f"output_dir {folder} cannot be written to, {there} is closed: choose another output_dir"
+        ) from None
 
 
 def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> None:

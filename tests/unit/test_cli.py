@@ -1,7 +1,6 @@
 """The command line as people use it: what it prints, what it writes, how it ends."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -168,7 +167,10 @@ def test_demo_looks_at_its_files_before_it_trains(colo, untrained, tmp_path, mon
 
 
 def test_a_folder_that_may_not_be_written_to_is_wrong_usage(colo, untrained, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    def closed(dir):
+        raise PermissionError(f"{dir} is closed")
+
+    monkeypatch.setattr(cli, "TemporaryFile", closed)  # to root every folder is open
     code, _, err = colo("demo", "--device", "cpu", "--html", tmp_path / "new" / "demo.html")
     assert code == 2
     assert f"'{tmp_path}' is not a folder that can be written to" in err

@@ -201,9 +201,12 @@ def test_a_folder_below_a_file_is_refused(tmp_path):
 
 
 def test_a_closed_folder_is_refused(tmp_path, monkeypatch):
+    def closed(dir):
+        raise PermissionError(f"{dir} is closed")
+
     (tmp_path / "closed").mkdir(mode=0o500)
     if os.geteuid() == 0:  # to whom it is open
-        monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path))
+        monkeypatch.setattr("colo.trl.checks.TemporaryFile", closed)
     with pytest.raises(PermissionError, match="cannot be written to"):
         check_output(tmp_path / "closed" / "out")
 
