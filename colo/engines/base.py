@@ -276,10 +276,15 @@ class EngineStatus:
     @property
     def state(self) -> EngineState:
         """State by the table in colo/engine.py, as the segments have it. A process that has ended is found out here."""
+        if not self.closed:
+            with suppress(EngineLost):
+                self._check_alive()
+        return self._seen()
+
+    def _seen(self) -> EngineState:
+        """State by what has been found out so far: nothing is asked."""
         if self.closed:
             return EngineState.CLOSED
-        with suppress(EngineLost):
-            self._check_alive()
         if self.lost is not None:
             return EngineState.LOST
         if any(segment.residency is not Residency.RESIDENT for segment in self._segments()):
@@ -289,10 +294,11 @@ class EngineStatus:
     def require(self, verb: str, *states: EngineState) -> None:
         """Raise `EngineLost` for a lost engine, and `PhaseError` for one in none of `states`, or of another process."""
         self.check_process()
-        # first: a process that has ended is found out here
+        # once: a second look could find that the process has ended since the first
         self._check_alive()
+        state = self._seen()
         self.require_present()
-        if (state := self.state) not in states:
+        if state not in states:
             raise PhaseError(f"the engine is {state} and cannot {verb}: {ADVICE[state]}")
 
     def check_process(self) -> None:

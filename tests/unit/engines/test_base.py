@@ -87,6 +87,22 @@ def test_whether_it_is_alive_is_looked_at_first(segments):
         status.require("act", EngineState.AWAKE)
 
 
+@pytest.mark.parametrize("looks", range(4))
+@pytest.mark.parametrize("act", ["require_open", "require_weights", "require_version"])
+def test_an_engine_that_ends_at_any_time_is_lost_to_what_is_asked_of_it(segments, act, looks):
+    def look():
+        nonlocal looks
+        looks -= 1
+        if looks < 0 and status.lost is None:
+            raise status.lose("gone")
+
+    status = EngineStatus(lambda: segments, check_alive=look)
+    status.commit(1)
+    with pytest.raises(EngineLost, match="the engine is lost: gone"):
+        for _ in range(looks + 1):
+            getattr(status, act)(*["act"] * (act != "require_version"))
+
+
 @pytest.mark.parametrize("raises", [True, False])
 def test_the_state_of_an_engine_that_has_ended_is_lost_before_anything_is_asked_of_it(segments, raises):
     def look():
