@@ -1,5 +1,6 @@
 """State that streams through the step on CUDA: as resident, within its window, near the speed of the bus."""
 
+import gc
 import time
 from copy import deepcopy
 
@@ -17,6 +18,13 @@ from colo.units import GIB, MIB
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 LAYERS, WIDTH = 24, 2048
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory():
+    """None that torch has cached of the test before: what is made in a part of it cannot be given back by itself."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def trained():
