@@ -20,6 +20,7 @@ from colo.errors import Unsupported
 from colo.planning import kv_cache
 from colo.planning.cards import MODELS, known_config
 from colo.planning.kv_cache import LayerCache, decoder_layers, layer_caches
+from colo.units import check_digits
 
 CONFIG_FILE = "config.json"
 
@@ -180,7 +181,7 @@ def read_config(path: Path) -> dict[str, object]:
     """Return the object of a `config.json`. Raises: `ValueError` where that is no JSON object."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): fetch the model's {CONFIG_FILE} again") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, not a JSON object: it is no model config")
@@ -228,19 +229,26 @@ _SIZES = (
     "moe_intermediate_size",
     "max_position_embeddings",
 )
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
+_MOST_LAYERS = 1000
+"""Each is made, on the meta device, which takes some milliseconds."""
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # of MPT, of Whisper's decoder
 _NULLABLE = {"num_key_value_heads", "head_dim"}
 _NOT_OF_THE_SHAPE = {"model_type", "quantization_config", "auto_map", "architectures", "dtype", "torch_dtype"}
 
 
 def check_sizes(config: Mapping[str, object]) -> None:
-    """Raise `ValueError` for a size that is no positive integer, naming its key."""
+    """Raise `ValueError` for a size that is no positive integer, and for more layers than any model has, by its key."""
     for key in _SIZES:
         value = config.get(key, 1)
         if value is None and key in _NULLABLE:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{key} of the model config must be an integer of at least 1, but is {value!r}")
+    for key in _LAYERS:
+        if isinstance(value := config.get(key), int) and value > _MOST_LAYERS:
+            check_digits(key, value)
+            raise ValueError(f"{key} of the model config is {value}, and at most {_MOST_LAYERS} layers can be planned")
 
 
 def build_on_meta(config: Mapping[str, object]) -> Any:
@@ -263,7 +271,8 @@ def build_on_meta(config: Mapping[str, object]) -> Any:
                 if type(found) in auto._model_mapping:
                     return auto.from_config(found)
     except Exception as error:  # whatever transformers makes of values that do not go together
-        reason = " ".join(str(error).split()) or type(error).__name__
+        words, _, _ = str(error).partition("\nException raised from ")  # and torch's frames
+        reason = " ".join(words.split()) or type(error).__name__
         raise ValueError(f"transformers cannot build a {kind} of this model config: {reason}") from error
     raise Unsupported(f"cannot plan a model of type {kind!r}: transformers has no causal language model of it")
 

@@ -390,6 +390,28 @@ def test_a_size_must_be_a_positive_integer(value):
         ModelShape.from_config({**CONFIGS["qwen3"], "hidden_size": value})
 
 
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers"),
+        ({"model_type": "gpt2", "n_layer": 1001}, "n_layer"),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 100_000}}, "num_hidden_layers"),
+    ],
+)
+def test_more_layers_than_any_model_has_are_refused_before_one_is_made(monkeypatch, config, key):
+    monkeypatch.setattr("colo.planning.model_shape.build_on_meta", None)
+    with pytest.raises(
+        ValueError, match=f"{key} of the model config is 1[0-9]+, and at most 1000 layers can be planned"
+    ):
+        ModelShape.from_config(CONFIGS["qwen3"] | config)
+
+
+def test_a_size_of_more_than_64_bits_is_an_error_of_one_line():
+    with pytest.raises(ValueError, match="cannot build a qwen3 of this model config: ") as refused:
+        ModelShape.from_config({**CONFIGS["qwen3"], "vocab_size": 10**30})
+    assert "frame #0" not in str(refused.value) and len(str(refused.value)) < 300
+
+
 def test_a_folder_with_a_config_is_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
     assert load_model_config(str(tmp_path)) == CONFIGS["qwen3"]
@@ -400,7 +422,10 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
         load_model_config(str(tmp_path))
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[1]", "holds a list, not a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ("[1]", "holds a list, not a JSON object")],
+)
 def test_a_file_that_is_no_config_is_refused(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
