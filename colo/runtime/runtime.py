@@ -107,6 +107,7 @@ class Runtime:
             self._has_begun = False
             self._is_sampling = False
             self._carried = Carried()
+            self.carried_for: str | None = None  # whose completions those are, beside which no call has its own
             undo.callback(forget, self)
             register(self)
             # calls of the engine's own `generate` are guarded too
@@ -269,7 +270,12 @@ class Runtime:
         return [with_text(completion, self.tokenizer) for completion in completions]
 
     def _check_own_calls(self) -> None:
-        """Raise `Unsupported` where this rank cannot call the engine as often as it likes."""
+        """Raise `Unsupported` for calls that go on where they are another's, or this rank cannot make its own."""
+        if self.carried_for is not None:
+            raise Unsupported(
+                f"completions under way are those of {self.carried_for}, and this call, with until=... or "
+                "async_rollout(), would take them: leave until out, or call rt.drop_carried() once training has ended"
+            )
         if getattr(self.engine, "asks_together", False):
             raise Unsupported(
                 "with a MainRankEngine all ranks sample in the same calls, and with until=... or async_rollout() each "
@@ -333,6 +339,7 @@ class Runtime:
     def drop_carried(self) -> None:
         """Give up the completions of `carried`."""
         self._turns.check_process()
+        self.carried_for = None
         self._carried.clear()
 
     def log(self, **metrics: float) -> None:

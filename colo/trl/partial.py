@@ -108,6 +108,7 @@ class PartialRollouts:
             "n": self._trainer.num_generations,
             **self._sampling,
         }
+        self._runtime.carried_for = None
         try:
             return self._runtime.generate(prompts, keys=rows, **asked)
         except EngineLost:
@@ -117,6 +118,10 @@ class PartialRollouts:
             # prompts are under way once one of them has tokens
             is_known = any(completion.prompt_index not in before for completion in self._runtime.carried)
             return self._runtime.generate([] if is_known else prompts, keys=[] if is_known else rows, **asked)
+        finally:
+            self._runtime.carried_for = (
+                "colo_partial_rollouts"  # not a reward's or a callback's, which share the runtime
+            )
 
     def begin_run(self) -> None:
         """Give up what an earlier run has left under way, whose prompts TRL draws again."""

@@ -93,6 +93,28 @@ def test_trl_gets_the_log_probability_that_each_token_was_sampled_with(flagged, 
     assert any(len(completion.spans) > 1 for found, _ in given for completion in found)
 
 
+@pytest.mark.parametrize("until", [1.0, 1])
+def test_a_reward_takes_no_completions_of_the_trainers(flagged, until):
+    """They would be those of other prompts, which the trainer waits for, or its own left to the trainer."""
+    refused = []
+
+    def reward(completions, **_):
+        rt = trainer.colo
+        assert [c.prompt_index for c in rt.generate(["1+1="], n=2, max_tokens=3)] == [0, 0]
+        before = [completion.token_ids for completion in rt.carried]
+        with pytest.raises(Unsupported, match="completions under way are those of colo_partial_rollouts") as found:
+            rt.generate(["1+1="], until=until, n=2, max_tokens=3)
+        refused.append(found.value)
+        assert [completion.token_ids for completion in rt.carried] == before
+        return digits(completions)
+
+    trainer = flagged(reward=reward, dataset=sums(100), max_steps=2)
+    trainer.train()
+    assert len(refused) == 2
+    trainer.colo.drop_carried()
+    assert len(trainer.colo.generate(["1+1="], until=until, n=2, max_tokens=3)) == 2
+
+
 def test_a_run_after_one_that_was_interrupted_has_no_more_under_way(flagged, monkeypatch):
     trainer = flagged(dataset=sums(100), max_steps=2)
     generate, calls = trainer.colo.engine.generate, []
