@@ -411,6 +411,8 @@ def _parsed(parser: Any, given: Sequence[str]) -> tuple[Any, Any, Any]:
         run, args, model = parser.parse_args_and_config(args=words)
     except YAMLError as error:
         raise click.UsageError(f"--config is not YAML ({' '.join(str(error).split())}).") from None
+    except UnicodeDecodeError as error:  # of the options' own files there is a ValueError that names them
+        raise click.UsageError(f"--config is not in UTF-8 ({error}): save it so.") from None
     except OSError as error:
         option = next((word for word in given if word.endswith(f"={error.filename}")), None)
         if option is None:

@@ -598,7 +598,7 @@ def _may_log(reward: Any) -> bool:
 
 
 def _read_by_name(node: ast.AST) -> ast.expr | None:
-    """Return what a key other than `log_metric` is read from, as in `columns["solution"]` and `columns.get("solution")`."""
+    """Return the variable that a key other than `log_metric` is read from, by `[...]` or `.get(...)`."""
     match node:
         case ast.Subscript(value=read, slice=ast.Constant(value=key)) if key != "log_metric":
             return read

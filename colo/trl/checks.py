@@ -48,6 +48,9 @@ from colo.weights.sources.peft import active_adapters
 GENERATE = ("self", "prompts", "images", "num_generations", "profiler")
 """Parameters of `VLLMGeneration.generate`, in whose place colo's stands."""
 
+_IN_FILES = ("accelerator_config", "fsdp_config", "deepspeed")
+"""Options that may name a file of JSON instead."""
+
 READ_OF_TRAINER = (
     "accelerator",
     "args",
@@ -93,6 +96,28 @@ def check_contract(trainer: Any) -> None:
 
 
 _TESTED = "colo is tested with TRL 1.4 to 1.16"
+
+
+def check_json(name: str, given: Any) -> None:
+    """Raise `ValueError` for an option whose text, or the file that it names, is no object in JSON, by its name."""
+    if not isinstance(given, str):
+        return
+    is_text = given.startswith("{")  # as transformers tells them apart
+    is_file = not is_text and name in _IN_FILES and Path(given).is_file()
+    if not is_text and not is_file:
+        return
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number of JSON")
+
+    place = f"{name}: {given}" if is_file else name
+    try:
+        text = Path(given).read_text(encoding="utf-8") if is_file else given
+        found = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'{place} is not JSON in UTF-8 ({error}): write an object, such as {{"key": 1}}') from None
+    if not isinstance(found, dict):
+        raise ValueError(f'{place} is {found!r:.80}, and not an object, such as {{"key": 1}}')
 
 
 def check_args(args: Any) -> None:

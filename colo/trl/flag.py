@@ -27,6 +27,7 @@ from colo.trl.checks import (
     check_args,
     check_checkpoint,
     check_columns,
+    check_json,
     check_options,
     check_output,
     check_released,
@@ -122,6 +123,8 @@ class ColoOptions:
     def __post_init__(self) -> None:
         for each in fields(self):
             check_digits(each.name, getattr(self, each.name))
+        for name in self._VALID_DICT_FIELDS:  # type: ignore[attr-defined]  # of transformers, which reads them
+            check_json(name, getattr(self, name, None))
         for name in _SWITCHES:
             if getattr(self, name) not in (True, False):  # "false" would be true
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")

@@ -767,6 +767,45 @@ def test_what_cannot_be_trained_is_an_error_before_anything_is_loaded(colo, plac
     assert len(said(err)) == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            b'{"a": 1,,}',
+            "not JSON in UTF-8 (Expecting property name enclosed in double quotes: line 1 column 9 (char 8))",
+        ),
+        (b"", "not JSON in UTF-8 (Expecting value: line 1 column 1 (char 0)): write an object"),
+        (b"[" * 100_000, "not JSON in UTF-8 (maximum recursion depth exceeded"),
+        (b"[1]", "[1], and not an object"),
+        (b'{"a": NaN}', "not JSON in UTF-8 (NaN is no number of JSON): write an object"),
+        ('{"a": 1}'.encode("utf-16"), "not JSON in UTF-8 ('utf-8' codec can't decode byte 0xff in position 0"),
+    ],
+    ids=["comma", "empty", "deep", "list", "nan", "utf-16"],
+)
+@pytest.mark.parametrize("name", ["accelerator_config", "deepspeed", "fsdp_config"])
+@pytest.mark.parametrize("is_in_yaml", [False, True])
+def test_json_that_cannot_be_read_is_named_by_its_option_and_file(
+    colo, place, unloaded, is_in_yaml, name, content, words
+):
+    Path("given.json").write_bytes(content)
+    Path("options.yaml").write_text(f"{name}: given.json\n")
+    code, err = bad(colo, *(["--config", "options.yaml"] if is_in_yaml else [f"--{name}", "given.json"]))
+    assert code == 2 and f"Error: {name}: given.json is {words}" in err
+
+
+@pytest.mark.parametrize("name", ["colo_engine_options", "model_init_kwargs", "accelerator_config"])
+def test_json_on_the_command_line_that_cannot_be_read_is_named_by_its_option(colo, place, unloaded, name):
+    code, err = bad(colo, f"--{name}", '{"a": 1,,}')
+    assert code == 2 and f"Error: {name} is not JSON in UTF-8 (Expecting property name" in err
+    assert "line 1 column 9" in err
+
+
+def test_a_config_in_another_encoding_is_named(colo, place, unloaded):
+    Path("options.yaml").write_text("beta: 0.1\n", encoding="utf-16")
+    code, err = bad(colo, "--config", "options.yaml")
+    assert code == 2 and "Error: --config is not in UTF-8 ('utf-8' codec can't decode byte 0xff" in err
+
+
 COMPARED = ["--eval_strategy", "steps", "--eval_steps", "2", "--eval_dataset_name", "sums.jsonl"]
 
 
