@@ -1,6 +1,7 @@
 """Rollouts beside training: which version each token is of, what goes on beside what, and what a failure leaves."""
 
 import copy
+import itertools
 import os
 import signal
 import threading
@@ -42,6 +43,7 @@ class Remote(EngineBase):
         self.inner = make_engine()
         self.model_type, self.vocab_size = self.inner.model_type, self.inner.vocab_size
         self.fail, self.calls, self.delay_s = None, [], 0.0
+        self.beside, self.is_held_back = lambda: None, lambda: False
 
     def load_weights(self, weights):
         self.poison_for_load()
@@ -58,11 +60,26 @@ class Remote(EngineBase):
         if failure is not None:
             raise failure
         self.calls.append("generate")
+        self.beside()
+        wait_until(lambda: not self.is_held_back())
         time.sleep(self.delay_s)
         self.inner.resume()
         found = [replace(c, weights_version=version) for c in self.inner.generate(prompts, params)]
         assert self.weights_version in (version, None)  # nothing was published meanwhile
         return found
+
+
+def after(count, act):
+    """Make `act` what the next call but `count` does, and only that."""
+    calls = itertools.count()
+    return lambda: act() if next(calls) == count else None
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert condition()
 
 
 @pytest.fixture
@@ -76,10 +93,14 @@ def test_every_token_is_of_one_version_and_has_its_log_probability(rt):
     twins, done = {0: copy.deepcopy(rt.model).eval()}, []
     rt.engine.delay_s = 0.01
     with rt.async_rollout() as rollout:
+        rt.engine.is_held_back = lambda: (  # the first prompts have not ended when weights change
+            rt.engine.calls.count("generate") > 3 and rt.engine.weights_version == 0 and not rollout._is_held
+        )
         rollout.put(PROMPTS, keys=["a", "b", "c"], **MANY)
         for step in range(1, 5):
             with rt.train():
                 train_step(rt)
+            wait_until(lambda: rt.engine.calls.count("generate") > 3)
             twins[step] = copy.deepcopy(rt.model).eval()
             done += rollout.take(1)
             rollout.put([[step, 5]], keys=[step], **MANY)
@@ -96,14 +117,14 @@ def test_every_token_is_of_one_version_and_has_its_log_probability(rt):
 
 def test_the_engine_samples_while_the_trainer_works_and_not_while_weights_change(rt):
     rt.engine.delay_s = 0.02
+    may_go_on = threading.Event()
+    rt.engine.is_held_back = lambda: not may_go_on.is_set()
     with rt.async_rollout() as rollout:
         rollout.put(PROMPTS, **MANY)
         with rt.train():
             before = len(rt.engine.calls)
-            deadline_s = time.monotonic() + 60
-            while len(rt.engine.calls) < before + 3 and time.monotonic() < deadline_s:
-                time.sleep(0.01)
-            assert len(rt.engine.calls) >= before + 3
+            may_go_on.set()
+            wait_until(lambda: len(rt.engine.calls) >= before + 3)
             train_step(rt)
         assert rt.engine.weights_version == 0 and rt.weights_version == 1
         rollout.take(3)
@@ -145,7 +166,7 @@ def test_an_engine_that_is_found_stale_is_published_to_again(rt):
             if when == "before":
                 rt.engine.poison("another engine has joined")
             else:
-                threading.Timer(0.05, rt.engine.poison, ["another engine has joined"]).start()
+                rt.engine.beside = after(3, lambda: rt.engine.poison("another engine has joined"))
             assert len(rollout.take(1)) == 2
             rollout.put(PROMPTS, **MANY)
         rollout.take(rollout.num_under_way)
@@ -160,8 +181,8 @@ def test_an_engine_that_is_found_stale_is_published_to_again(rt):
 def test_an_interrupt_ends_the_wait_and_keeps_what_is_under_way(rt):
     rt.engine.delay_s = 0.02
     with pytest.raises(KeyboardInterrupt), rt.async_rollout() as rollout:
+        rt.engine.beside = after(3, lambda: os.kill(os.getpid(), signal.SIGINT))
         rollout.put(PROMPTS, max_tokens=100)
-        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
         rollout.take(3)
     assert rt.engine.state is EngineState.PAUSED and any(c.token_ids for c in rt.carried)
     assert len(rt.generate([], until=1.0)) == 3
