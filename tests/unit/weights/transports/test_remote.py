@@ -14,7 +14,7 @@ from torch import nn
 
 from colo.errors import TransferError, Unsupported
 from colo.memory.load_plan import LoadPlan
-from colo.weights import exchange
+from colo.weights import exchange, meeting
 from colo.weights.meeting import Meeting, Signals, in_thread, join, meet, meet_at
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports.remote import PlanWords, RemoteSlices, SliceTaker, SliceTarget, Taken, what_is_taken
@@ -203,42 +203,49 @@ def test_a_look_at_what_an_engine_holds_that_fails_spoils_no_later_transfer(rank
     assert ranks(body, 2, limit_s=60) == [(True, True)] * 2
 
 
-def interrupting(after_s):
-    """A timer that interrupts this process."""
-    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    return timer
+def interrupting(monkeypatch, ready=lambda: True):
+    """Interrupt this process once, while it waits for others and `ready()`; the list gets when."""
+    interrupted_s = []
+
+    def interrupt(awaited):
+        if not interrupted_s and ready():
+            interrupted_s.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(meeting, "end_wait", interrupt)
+    return interrupted_s
 
 
-def test_an_interrupt_while_ranks_meet_is_told_to_the_others(ranks):
+def test_an_interrupt_while_ranks_meet_is_told_to_the_others(ranks, monkeypatch):
     size, shard = LAYOUTS["1-D"]
+    the_other_waits = multiprocessing.get_context("fork").Event()
 
     def body(rank):
         _, model = models(shard, size)
         taker, over = Threads(2) if rank == 0 else SliceTaker(), threading.Event()
         if rank == 0:
             taker.meet = lambda *arguments: over.wait(50)
-            interrupting(1.5)
-        started_s = time.monotonic()
+            interrupted_s = interrupting(monkeypatch, the_other_waits.is_set)
+        else:
+            monkeypatch.setattr(meeting, "end_wait", lambda awaited: the_other_waits.set())
         with pytest.raises(KeyboardInterrupt if rank == 0 else TransferError):
             transport_to(taker, model)
         over.set()
-        return time.monotonic() - started_s < 15
+        return rank or time.monotonic() - interrupted_s[0] < 15
 
-    assert ranks(body, 2, limit_s=60)[0] is True
+    assert ranks(body, 2, limit_s=60) == [True, 1]
 
 
-def test_an_interrupt_ends_a_transfer_that_waits(ranks):
+def test_an_interrupt_ends_a_transfer_that_waits(ranks, monkeypatch):
     def body(rank):
         _, model = models()
         taker, over = Threads(2), threading.Event()
         transport = transport_to(taker, model, bucket_bytes=100)
         taker.take = lambda: over.wait(50)  # and nothing is received
-        started_s = time.monotonic()
-        interrupting(1.0)
+        interrupted_s = interrupting(monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             transport.transfer()
-        took_s = time.monotonic() - started_s
+        took_s = time.monotonic() - interrupted_s[0]
         over.set()
         del taker.take
         transport.transfer()
