@@ -1,11 +1,14 @@
 """Slices of weights from ranks that hold parts to ranks whose engines take others; each rank is a process."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
-import time
 import weakref
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from colo.memory.region import carve, carved_bytes
 from colo.memory.share import SharedMemory
 from colo.weights import exchange
 from colo.weights.boxes import Box
+from colo.weights.ranks import RankGroup
 from colo.weights.sources.module import ModuleSource
 from colo.weights.transports import peers
 from colo.weights.transports import slices as transport_module
@@ -636,17 +640,25 @@ def test_a_rank_that_is_killed_within_a_bucket_ends_the_transfer_of_the_others_w
 def test_a_rank_that_is_too_late_is_not_waited_for(ranks, monkeypatch):
     def body(rank):
         *_, transport = world(rank, 2, flat)
-        pack = exchange._pack
+        pack, send = exchange._pack, RankGroup.send_and_receive
 
         def be_late(*arguments):
-            time.sleep(5)
+            is_over.wait(60)
             pack(*arguments)
+
+        def limited(*arguments):
+            return [SimpleNamespace(wait=partial(work.wait, timedelta(seconds=1))) for work in send(*arguments)]
 
         if rank:
             monkeypatch.setattr(exchange, "_pack", be_late)
-        return outcome(transport.transfer)
+        else:
+            monkeypatch.setattr(RankGroup, "send_and_receive", limited)
+        said = outcome(transport.transfer)
+        is_over.set()
+        return said
 
-    for said in ranks(body, limit_s=2):
+    is_over = multiprocessing.get_context("fork").Event()
+    for said in ranks(body):
         assert "TransferError: the ranks' exchange of weights broke off at bucket" in said
         assert "is too late" in said
 
