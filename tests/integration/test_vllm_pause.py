@@ -12,7 +12,6 @@ import colo
 from colo.engine import EngineState
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
-from colo.engines.vllm.wire import WORKER_EXTENSION
 from colo.errors import PhaseError, Unsupported
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.units import MIB
@@ -26,10 +25,11 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 600
-"""More than an engine in its own process can sample between two lines of a test."""
 
 AT_ONCE = 2
 """How many requests vLLM runs at a time; others wait."""
+
+WORKER = "tests.integration.held_worker.HeldWorker"
 
 PLACES = ["this process", "its own process"]
 
@@ -56,7 +56,7 @@ def llm(request, checkpoint, llm_options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if request.param == "its own process" else "0")
         vllm.envs.disable_envs_cache()
-        made = vllm.LLM(checkpoint, **(llm_options | sizes), load_format="colo", worker_extension_cls=WORKER_EXTENSION)
+        made = vllm.LLM(checkpoint, **(llm_options | sizes), load_format="colo", worker_extension_cls=WORKER)
     yield made
     core = made.llm_engine.engine_core
     core.shutdown()
@@ -113,9 +113,16 @@ def add(llm, prompt):
     return name
 
 
+def start(llm, prompts):
+    """Start requests that do not end before the engine is asked for something else; returns their names."""
+    if not compat.is_in_this_process(llm):  # which samples while the test does something else
+        llm.collective_rpc("hold", args=(len(prompts),))
+    return [add(llm, prompt) for prompt in prompts]
+
+
 def fly(llm, prompts):
     """Start requests, see each that vLLM runs at a time sample a few tokens, and return the names of all."""
-    names = [add(llm, prompt) for prompt in prompts]
+    names = start(llm, prompts)
     seen = {}
     while any(len(seen.get(name, ())) < 3 for name in names[:AT_ONCE]):
         for output in llm.llm_engine.step():
@@ -193,9 +200,10 @@ def test_what_was_aborted_may_be_collected_late(engine, prompts, undisturbed):
     names = fly(engine.llm, prompts[:1])
     engine.pause("abort")
     engine.resume()
-    names.append(add(engine.llm, prompts[1]))
+    names += start(engine.llm, prompts[1:2])
     engine.pause("abort")
     engine.resume()
+    engine.llm.collective_rpc("hold", args=(0,))  # the pause may have come before the first token
     names.append(add(engine.llm, prompts[2]))
     ended = land(engine.llm, names)
     assert [reason for _, reason in ended] == ["abort", "abort", "length"]
