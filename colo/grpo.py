@@ -5,7 +5,6 @@ Everything that can be wrong with what was given is found before a model is load
 
 from __future__ import annotations
 
-import ast
 import codecs
 import functools
 import importlib
@@ -16,7 +15,6 @@ import math
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, fields
@@ -549,9 +547,10 @@ def _check_metric(args: GRPORunConfig, rewards: Iterable[Any], tell: Tell) -> No
     if given is None or args.eval_strategy == "no" or not of_trl:
         return
     names = [reward.split("/")[-1] if isinstance(reward, str) else reward.__name__ for reward in rewards]
-    logged = [metric for metric in of_trl if not _is_off(metric, args)]
-    known = {metric.replace("{reward_func_name}", name) for metric in logged for name in names}
+    known = {metric.replace("{reward_func_name}", name) for metric in of_trl for name in names}
     known |= {"loss", "runtime", "samples_per_second", "steps_per_second"}
+    if not args.beta:
+        known.discard("kl")
     if given.removeprefix("eval_") in known:
         return
     words = f"metric_for_best_model {given!r} is none of an evaluation's, which are {', '.join(sorted(known))}"
@@ -560,51 +559,12 @@ def _check_metric(args: GRPORunConfig, rewards: Iterable[Any], tell: Tell) -> No
     tell(f"{words}, and what a reward logs by log_metric: without it the first evaluation is an error")
 
 
-def _is_off(metric: str, args: GRPORunConfig) -> bool:
-    """True for a metric that TRL logs for another loss, or with an option that is not set."""
-    return (
-        (metric == "kl" and not args.beta)
-        or (metric == "cispo_clip_ratio" and args.loss_type != "cispo")
-        or (metric.startswith("vespo/") and args.loss_type != "vespo")
-        or (metric.startswith("clip_ratio/") and args.loss_type in ("cispo", "sapo", "vespo"))
-        or (metric == "clip_ratio" and not args.use_liger_kernel)
-        or (metric == "policy_loss" and not (args.entropy_coef or args.use_adaptive_entropy))
-        or metric == "entropy_coef"  # of training alone
-        or metric.startswith("tools/")
-    )
-
-
 def _may_log(reward: Any) -> bool:
-    """False for a reward that cannot call `log_metric`: it takes none, or what it takes by `**` is read by name."""
-    if isinstance(reward, str):
-        return False
-    function = reward.__wrapped__  # of `_called_with_what_it_takes`
     try:
-        takes = inspect.signature(function).parameters
+        takes = {} if isinstance(reward, str) else inspect.signature(reward).parameters
     except (TypeError, ValueError):  # of a builtin, which has none
         return False
-    rest = [name for name, each in takes.items() if each.kind is each.VAR_KEYWORD]
-    if "log_metric" in takes or not rest:
-        return "log_metric" in takes
-    try:
-        (made,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except (OSError, TypeError, SyntaxError, ValueError):  # of what has no source, such as an object
-        return True
-    if not isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef) or made.decorator_list:
-        return True
-    by_name = {id(kept) for node in ast.walk(made) if (kept := _read_by_name(node)) is not None}
-    used = [node for node in ast.walk(made) if isinstance(node, ast.Name) and id(node) not in by_name]
-    return any(node.id in (*rest, "locals", "vars", "eval", "exec") for node in used)
-
-
-def _read_by_name(node: ast.AST) -> ast.expr | None:
-    """Return the variable that a key other than `log_metric` is read from, by `[...]` or `.get(...)`."""
-    match node:
-        case ast.Subscript(value=read, slice=ast.Constant(value=key)) if key != "log_metric":
-            return read
-        case ast.Call(func=ast.Attribute(value=read, attr="get"), args=[ast.Constant(value=key), *_]):
-            return read if key != "log_metric" else None
-    return None
+    return "log_metric" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values())
 
 
 def _check_batch(args: GRPORunConfig, dataset: Any) -> None:

@@ -119,9 +119,8 @@ class PartialRollouts:
             is_known = any(completion.prompt_index not in before for completion in self._runtime.carried)
             return self._runtime.generate([] if is_known else prompts, keys=[] if is_known else rows, **asked)
         finally:
-            self._runtime.carried_for = (
-                "colo_partial_rollouts"  # not a reward's or a callback's, which share the runtime
-            )
+            # not a reward's or a callback's, which share the runtime
+            self._runtime.carried_for = "colo_partial_rollouts"
 
     def begin_run(self) -> None:
         """Give up what an earlier run has left under way, whose prompts TRL draws again."""

@@ -816,47 +816,10 @@ def test_a_metric_that_no_evaluation_has_is_an_error_before_anything_is_loaded(c
     assert "loss, num_tokens, " in err and "rewards/right/mean" in err and len(said(err)) == 1
 
 
-@pytest.mark.parametrize(
-    ("metric", "more"),
-    [
-        ("kl", []),
-        ("policy_loss", []),
-        ("tools/call_frequency", []),
-        ("clip_ratio/low_mean", ["--loss_type", "cispo"]),
-        ("cispo_clip_ratio", []),
-        ("vespo/phi_seq_mean", []),
-    ],
-)
-def test_a_metric_of_an_option_that_is_off_is_an_error_before_anything_is_loaded(colo, place, unloaded, metric, more):
-    code, err = bad(colo, *COMPARED, *more, "--metric_for_best_model", metric, reward="scores.py:right")
-    assert code == 1 and f"metric_for_best_model {metric!r} is none of an evaluation's, which are " in err
-    assert metric not in err.partition("which are ")[2] and len(said(err)) == 1
-
-
-REWARDS_WITH_MORE = {
-    "unused": "def rates(completions, **columns):\n    return [0.0 for _ in completions]\n",
-    "read": "def rates(completions, **columns):\n"
-    "    return [float(a in b) for a, b in zip(columns['solution'], columns.get('solution'))]\n",
-    "logs": "def rates(completions, **columns):\n    columns['log_metric']('solved', 1.0)\n",
-    "asks": "def rates(completions, **columns):\n    columns.get('log_metric', print)('solved', 1.0)\n",
-    "passes": "def rates(completions, **columns):\n    return other(**columns)\n",
-    "wraps": "import functools\ndef wrapped(f):\n    @functools.wraps(f)\n    def g(**given):\n"
-    "        return f(**given)\n    return g\n@wrapped\ndef rates(completions, **columns):\n    return [0.0]\n",
-    "object": "class Rates:\n    def __call__(self, completions, **columns):\n        return [0.0]\nrates = Rates()\n",
-}
-
-
-@pytest.mark.parametrize("name", REWARDS_WITH_MORE)
-def test_a_reward_that_reads_columns_alone_logs_no_metric_of_its_own(colo, place, unloaded, name):
-    """Others may, and the run begins: which fails here, as the model would be loaded."""
-    Path("scores.py").write_text(REWARDS_WITH_MORE[name])
-    given = (*COMPARED, "--metric_for_best_model", "accuracy")
-    if name in ("unused", "read"):
-        code, err = bad(colo, *given, reward="scores.py:rates")
-        assert code == 1 and "'accuracy' is none of an evaluation's, which are " in err and len(said(err)) == 1
-        return
-    with pytest.raises(AssertionError, match="the model is being loaded"):
-        bad(colo, *given, reward="scores.py:rates")
+def test_the_divergence_is_no_metric_where_beta_is_none(colo, place, unloaded):
+    code, err = bad(colo, *COMPARED, "--metric_for_best_model", "kl", reward="scores.py:right")
+    assert code == 1 and "metric_for_best_model 'kl' is none of an evaluation's, which are " in err
+    assert " kl" not in err.partition("which are ")[2] and len(said(err)) == 1
 
 
 @pytest.mark.parametrize("metric", ["loss", "eval_runtime", "eval_reward", "rewards/varied/std", "solved"])
