@@ -350,6 +350,19 @@ def test_a_model_has_no_files_that_vllm_could_pack_to_4_bits():
             ask()
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq", "gptq_marlin", "compressed-tensors", "quark", "modelopt_mxfp8"])
+def test_a_quantization_of_checkpoints_is_refused_before_vllm_starts(tmp_path, method):
+    model, options = made(), {"quantization": method}
+    model.save_pretrained(tmp_path)
+    for ask in (
+        lambda: launch(tmp_path, engine="vllm", engine_options=options),
+        lambda: launch(model, engine="vllm", engine_options=options),
+        lambda: colo.share("vllm", model, SGD(model.parameters(), lr=0.1), engine_options=options),
+    ):
+        with pytest.raises(colo.Unsupported, match=f"quantization='{method}' is of checkpoints whose weights are "):
+            ask()
+
+
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_an_adapter_is_no_model(monkeypatch, tmp_path, engine):
     base, adapter = tmp_path / "base", tmp_path / "adapter"

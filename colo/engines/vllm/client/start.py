@@ -79,6 +79,13 @@ def _shut_down(llm: Any) -> None:
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
+_OF_CHECKPOINTS = (
+    *("awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin", "moe_wna16"),
+    *("compressed-tensors", "modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", "quark"),
+)
+"""Methods of vLLM's that read quantized weights, and make none of whole ones."""
+
+
 def check_quantization(
     model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel, options: Mapping[str, Any]
 ) -> None:
@@ -86,6 +93,11 @@ def check_quantization(
 
     Those are a checkpoint's that are not packed by bitsandbytes, and a model's, of which there are no files to pack.
     """
+    if (asked := options.get("quantization")) in _OF_CHECKPOINTS:
+        raise Unsupported(
+            f"quantization={asked!r} is of checkpoints whose weights are quantized, and an engine samples from weights "
+            "as they are trained: leave it out, or take 'fp8', which vLLM makes of whole weights"
+        )
     config = _config(model, options)
     # vLLM's quantization of whole weights (`fp8`) is made anew from the trainer's; a checkpoint's cannot be
     if method_of(config) != BITSANDBYTES:
