@@ -208,6 +208,16 @@ class Estimate:
         """Bytes of the whole logits of one training micro-batch, which colo never holds at once."""
         return self.workload.micro_batch * self.workload.context * self.shape.vocab_size * self.workload.dtype_bytes
 
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences about what the numbers leave out, or go beyond."""
+        shape, context, found = self.shape, self.workload.context, []
+        if shape.max_context is not None and context > shape.max_context:
+            found.append(f"{context} tokens are more than the {shape.max_context} that the model was made for")
+        if shape.uncounted:
+            found.append(f"the text model only: {', '.join(shape.uncounted)} is not counted")
+        return found
+
     def _kv_bytes(self, context: int) -> int:
         return self.shape.kv_bytes(context, tp=self.workload.tp, dtype_bytes=self.workload.dtype_bytes)
 
@@ -228,6 +238,7 @@ class Estimate:
             "segments": dict(self.segments),
             "phases": {phase: dict(held) for phase, held in self.phases.items()},
             "offloaded": {phase: list(away) for phase, away in self.offloaded.items()},
+            "remarks": self.remarks,
             "suggestions": [suggestion.text for suggestion in self.suggestions],
             **{name: getattr(self, name) for name in numbers},
         }

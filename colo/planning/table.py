@@ -71,11 +71,7 @@ def _asked(estimate: Estimate, model: str, card: str) -> Text:
         f"{asked.generations} x {asked.context} tokens in a rollout, "
         f"{asked.micro_batch} x {asked.context} in a training pass",
     ]
-    if shape.max_context is not None and asked.context > shape.max_context:
-        lines.append(f"{asked.context} tokens are more than the {shape.max_context} that the model was made for")
-    if shape.uncounted:
-        lines.append(f"the text model only: {', '.join(shape.uncounted)} is not counted")
-    return Text("\n".join(lines) + "\n")
+    return Text("\n".join([*lines, *estimate.remarks]) + "\n")
 
 
 def _segment_table(estimate: Estimate) -> Table:

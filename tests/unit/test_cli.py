@@ -252,6 +252,14 @@ def test_a_path_that_looks_like_a_closing_tag_ends_no_command(colo, qwen3_8b, tm
     assert (code, err) == (0, f"figures: {file}\n")
 
 
+@pytest.mark.parametrize(("context", "remarks"), [(50_000, 1), (4096, 0)])
+def test_the_figures_of_a_plan_have_its_remarks(colo, qwen3_8b, tmp_path, context, remarks):
+    _, out, _ = colo("plan", qwen3_8b, "--context", context, "--gpu-memory", "141GB", "--json", tmp_path / "plan.json")
+    found = json.loads((tmp_path / "plan.json").read_text())["remarks"]
+    assert found == [f"{context} tokens are more than the 40960 that the model was made for"] * remarks
+    assert ("more than the 40960" in out) is bool(remarks)
+
+
 def test_plan_counts_what_a_folded_adapter_takes(colo, qwen3_8b, tmp_path):
     options = ("--mode", "lora", "--fold-adapter", "--json", tmp_path / "plan.json")
     code, out, _ = colo("plan", qwen3_8b, "--gpu-memory", "80GiB", *options)

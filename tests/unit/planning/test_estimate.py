@@ -400,6 +400,7 @@ def test_json_has_exactly_these_keys_and_is_plain():
     keys = "segments phases peak_bytes naive_peak_bytes fits kv_bytes_per_token logits_bytes suggestions offloaded"
     keys += (
         " host_bytes activation_host_bytes resident_state_bytes streamed step_wait_s needed_bytes kv_bytes_per_sequence"
+        " remarks"
     )
     assert set(found.to_json()) == set(keys.split())
     assert json.loads(json.dumps(found.to_json())) == found.to_json()
