@@ -58,8 +58,11 @@ class Caller:
         weakref.finalize(self, self._queue.put, None).atexit = False
 
     def watch(self, pids: Sequence[int]) -> None:
-        """Give up on calls when one of these processes ends."""
-        self._processes = [psutil.Process(pid) for pid in pids]
+        """Give up on calls when one of these processes ends. Raises: `ProcessEnded` where one has."""
+        try:
+            self._processes = [psutil.Process(pid) for pid in pids]
+        except psutil.NoSuchProcess as error:
+            raise ProcessEnded from error
 
     def call(self, function: Callable[[], T], *, deadline_s: float | None) -> T:
         """Return what `function` returns. `ProcessEnded`; `NoAnswer` after `deadline_s` of its run without progress."""

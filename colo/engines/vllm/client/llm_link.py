@@ -298,7 +298,10 @@ class OwnProcessLink(LLMLink):
             )
         infos = super().meet_workers(home=home)
         if self._calls is not None:
-            self._calls.watch([info.pid for info in infos])
+            try:
+                self._calls.watch([info.pid for info in infos])
+            except ProcessEnded as error:
+                raise self._ended("a process of its workers has ended") from error
         return infos
 
     @property

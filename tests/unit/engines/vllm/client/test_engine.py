@@ -143,6 +143,13 @@ def test_an_engine_whose_process_was_killed_is_recovered_before_anything_is_aske
     killed.close()
 
 
+def test_a_vllm_whose_worker_ends_once_it_has_told_who_it_is_is_lost(llm):
+    with subprocess.Popen([sys.executable, "-c", ""]) as llm.worker:
+        pass
+    with pytest.raises(EngineLost, match="a process of its workers has ended"):
+        VLLMEngine.around(llm)
+
+
 def test_a_vllm_that_is_asleep_is_not_taken(llm):
     llm.is_asleep = True
     with pytest.raises(PhaseError, match=r"your vllm.LLM is asleep, by its own sleep\(\): call its wake_up\(\)"):
