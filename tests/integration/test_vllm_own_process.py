@@ -306,7 +306,7 @@ def test_an_engine_that_does_not_answer_is_lost_at_the_deadline_and_is_replaced(
 def test_an_engine_that_samples_nothing_any_more_is_lost_at_the_deadline(rt, prompts, monkeypatch):
     (pid,) = rt.engine.pids
     monkeypatch.setattr(rt.engine._link, "deadline_s", 3.0)
-    threading.Timer(1.0, os.kill, (pid, signal.SIGSTOP)).start()
+    threading.Thread(target=signal_when, args=(lambda: sampled_something(rt), pid, signal.SIGSTOP), daemon=True).start()
     with pytest.raises(EngineLost, match="it did not answer generate within 3 s"):
         within(60, rt.generate, prompts * 8, n=8, max_tokens=180, ignore_eos=True)
     rt.recover()
@@ -320,12 +320,9 @@ def test_an_interrupt_ends_the_rollout_and_not_the_engine(rt, prompts, mismatch)
             process.send_signal(signal.SIGINT)  # as a terminal and a notebook do
         raise KeyboardInterrupt
 
-    def sampled_something():
-        return any(state.detokenizer.num_output_tokens() > 3 for state in list(states.values()))
-
     handler = signal.signal(signal.SIGUSR1, interrupt)
     try:
-        for moment in (lambda: states, sampled_something):  # while requests are added, and later
+        for moment in (lambda: states, lambda: sampled_something(rt)):  # while requests are added, and later
             thread = threading.Thread(target=signal_when, args=(moment,))
             with pytest.raises(KeyboardInterrupt), rt.rollout():
                 thread.start()
@@ -365,10 +362,15 @@ def test_an_interrupt_that_meets_a_dead_engine_finds_it_lost(rt, prompts):
     assert rt.engine.state is EngineState.LOST
 
 
-def signal_when(condition):
+def sampled_something(rt):
+    states = rt.engine.llm.llm_engine.output_processor.request_states
+    return any(state.detokenizer.num_output_tokens() > 3 for state in list(states.values()))
+
+
+def signal_when(condition, pid=None, number=signal.SIGUSR1):
     while not condition():
         time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(pid or os.getpid(), number)
 
 
 def test_weights_in_memory_that_ends_with_the_engine_are_copied_and_come_back(

@@ -610,11 +610,15 @@ def test_requests_go_on_while_weights_change(changing, prompts, monkeypatch):
     """Sampling beside training: each token has the log-probability of the version that it is of."""
     rt, twins, done = changing, {0: copy.deepcopy(changing.model).eval()}, []
     monkeypatch.setattr("colo.runtime.carried.ROUND_TOKENS", 4)
-    sample, num_rounds, stepped = Carried.sample, itertools.count(1), threading.Event()
+    sample, num_rounds, has_begun = Carried.sample, itertools.count(1), threading.Event()
 
     def third_waits(*args):
         if next(num_rounds) == 3:  # else a fast server may be done before the first step is
-            assert stepped.wait(300)
+            has_begun.set()
+            give_up_s = time.monotonic() + 300
+            while not rollout._is_held:
+                assert time.monotonic() < give_up_s
+                time.sleep(0.01)
         sample(*args)
 
     monkeypatch.setattr(Carried, "sample", third_waits)
@@ -623,7 +627,7 @@ def test_requests_go_on_while_weights_change(changing, prompts, monkeypatch):
         for step in range(1, 4):
             train_step(rt)
             twins[step] = copy.deepcopy(rt.model).eval()
-            stepped.set()
+            assert has_begun.wait(300)
             done += rollout.take(1)
         done += rollout.take(rollout.num_under_way)
     assert len(done) == 2 * len(prompts) and {len(c.token_ids) for c in done} == {24}
