@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import wraps
 from itertools import chain
@@ -109,7 +110,7 @@ def check_launch(
     check_common(tokenizer, config)
     _check_checkpoint(model)
     check_engine(engine, options, reads=isinstance(model, (str, os.PathLike)))
-    if isinstance(optimizer, torch.optim.Optimizer) or (optimizer is not None and not callable(optimizer)):
+    if isinstance(optimizer, torch.optim.Optimizer) or (optimizer is not None and not _takes_one(optimizer)):
         raise TypeError(
             f"launch makes the model, and calls optimizer with its parameters: pass a function such as "
             f"optimizer=lambda params: AdamW(params, lr=1e-6), not {_named(optimizer)}, or use colo.share(engine, "
@@ -331,6 +332,16 @@ def _check_lora(lora: Any, *, folded: bool) -> None:
         advice="or put the adapter on yourself, engine, model = colo.start(...), and publish it folded into the "
         "weights, colo.share(engine, get_peft_model(model, lora), optimizer, config=RuntimeConfig(fold_adapter=True))",
     )
+
+
+def _takes_one(function: object) -> bool:
+    """True for what can be called with one argument, as far as that is known before it is."""
+    with suppress(ValueError):  # of a builtin that has no signature
+        try:
+            inspect.signature(function).bind(None)  # type: ignore[arg-type]  # a TypeError for what is no function
+        except TypeError:
+            return False
+    return True
 
 
 def _named(value: object) -> str:

@@ -43,8 +43,12 @@ def connect(
     """
     url, found = base_url(url), device_of(device)
     for name, key in (("api_key", api_key), ("admin_key", admin_key)):
+        if not isinstance(key, str | None):
+            raise TypeError(f"{name} must be a text, not {key!r}")
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ValueError(f"{name} has a character that no header of HTTP takes: give letters and digits of ASCII")
+    if not isinstance(through, WeightsFolder | Broadcast | None):
+        raise TypeError(f"through is a colo.WeightsFolder(path), WeightsBucket(url) or Broadcast(), not {through!r}")
     kind = _kind_of(url, api_key, http)
     common: dict[str, Any] = {"deadline_s": deadline_s, "api_key": api_key, "http": http}
     if kind == "sglang":

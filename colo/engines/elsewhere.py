@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from colo.engine import check_number
 from colo.engines.buckets import buckets, bytes_of
 from colo.errors import BudgetError, TransferError
 from colo.memory.digest import Digest
@@ -72,6 +73,10 @@ class WeightsFolder:
         A shard has `shard_bytes` at most, or one weight that is larger, and lies in host memory as it is written. With
         `delta` vLLM's servers read what has changed since the last version, from `path`/changes, once they have one.
         """
+        for name, size in (("keep", keep), ("shard_bytes", shard_bytes)):
+            check_number(name, size, int, "a whole number")
+        if not isinstance(delta, bool):
+            raise TypeError(f"delta must be True or False, not {delta!r}")
         if keep < 1:
             raise ValueError(f"keep must be at least 1, the version that engines read, not {keep}")
         self.path = Path(path).absolute()
@@ -192,6 +197,8 @@ class WeightsBucket(WeightsFolder):
 
         It finds credentials as usual. For the rest see `WeightsFolder`.
         """
+        if not isinstance(url, str) or "://" not in url:
+            raise TypeError(f"a bucket has a URL, such as s3://bucket/run, not {url!r}: a folder is a WeightsFolder")
         super().__init__(tempfile.gettempdir(), keep=keep, shard_bytes=shard_bytes, delta=delta)
         self.url = url.rstrip("/")
 

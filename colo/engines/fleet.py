@@ -70,6 +70,8 @@ class Fleet(EngineBase):
         engines = list(engines)
         if not engines:
             raise ValueError("a fleet needs an engine at least")
+        for engine in engines:
+            _require_engine(engine)
         segments = tuple(_FleetSegment(name, self) for name in (ENGINE_WEIGHTS, ENGINE_KV_CACHE))
         status = EngineStatus(lambda: self.segments, when_lost="call recover() once one of them answers")
         super().__init__(engines[0].device, segments, status=status)
@@ -95,6 +97,7 @@ class Fleet(EngineBase):
         A fleet that had lost all of its engines goes on with it. Raises: `PhaseError` while the fleet generates, or
         after its end; `ValueError` for an engine of another model or in a fleet.
         """
+        _require_engine(engine)
         self._check(engine)
         if self._status.lost is not None:
             self._status.revive()
@@ -628,3 +631,9 @@ class _Moves:
         """True when all have ended."""
         ended = [move.poll() for _, move in self._moves]  # all are asked: each gives back what it has freed
         return all(ended)
+
+
+def _require_engine(given: object) -> None:
+    if not isinstance(given, Engine):
+        words = repr(given) if isinstance(given, str) else type(given).__name__
+        raise TypeError(f"a fleet is of engines, such as colo.connect(url) returns, and {words} is none")

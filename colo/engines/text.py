@@ -217,7 +217,10 @@ def _unpadded(encoding: Mapping[str, Any], *, at: int | None = None) -> list[lis
 
 def _rows(given: Any) -> list[Any]:
     """A batch as a list, also where it is a single row."""
-    rows = list(given.tolist() if hasattr(given, "tolist") else given)
+    rows = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(rows, Iterable):
+        raise TypeError(f"input_ids and attention_mask are lists with a row for each prompt, not {rows!r}")
+    rows = list(rows)
     return [rows] if any(_is_token_id(row) for row in rows) else rows
 
 

@@ -43,6 +43,8 @@ class ParkedModule:
         for given, kind in ((module, nn.Module), (optimizer, (torch.optim.Optimizer, NoneType))):
             if not isinstance(given, kind):
                 raise TypeError(f"park() takes a module, and its optimizer or None, not a {type(given).__name__}")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a text, not {name!r}")
         self.segment = Parking(name, mover, name_of=lambda _: name)
         # weak: parking keeps neither of them alive
         self._module = ref(module)

@@ -392,6 +392,8 @@ class Runtime:
     def at_close(self, function: Callable[[], object]) -> None:
         """Call a function once the runtime has been closed, at once where it is; the last one given runs first."""
         self._turns.check_process()
+        if not callable(function):
+            raise TypeError(f"at_close() takes a function without arguments, not {function!r}")
         self._closing.at_end(function)
 
     def __repr__(self) -> str:

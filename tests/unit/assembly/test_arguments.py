@@ -196,6 +196,15 @@ def test_an_optimizer_of_the_model_that_launch_copies_is_refused():
     launch(model).close()
 
 
+@pytest.mark.parametrize("optimizer", [lambda: None, lambda params, lr: None, 5, "adamw"])
+def test_an_optimizer_that_does_not_take_parameters_alone_is_refused_before_a_model_is_made(monkeypatch, optimizer):
+    monkeypatch.setattr("colo.assembly.launch.start_torch", None)
+    with pytest.raises(
+        TypeError, match=r"calls optimizer with its parameters: pass a function such as optimizer=lambda"
+    ):
+        launch(optimizer=optimizer)
+
+
 def test_launch_leaves_nothing_behind_where_the_optimizer_is_refused(monkeypatch):
     closed, close = [], TorchEngine.close
     monkeypatch.setattr(TorchEngine, "close", lambda self: closed.append(self) or close(self))

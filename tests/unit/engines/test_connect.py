@@ -54,6 +54,23 @@ def test_a_key_that_no_header_takes_is_named(name, key):
         colo.connect("http://localhost:1", device="cpu", **{name: key})
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"api_key": 5}, "api_key must be a text, not 5"),
+        ({"admin_key": b"k"}, "admin_key must be a text, not b'k'"),
+        (
+            {"through": "weights"},
+            "through is a colo.WeightsFolder.path., WeightsBucket.url. or Broadcast.., not 'weights'",
+        ),
+        ({"through": colo.WeightsFolder}, "through is a colo.WeightsFolder.path., .* not <class"),
+    ],
+)
+def test_a_key_or_a_way_that_is_none_is_named_before_a_server_is_asked(given, words):
+    with pytest.raises(TypeError, match=words):
+        colo.connect("http://localhost:1", device="cpu", **given)
+
+
 @pytest.mark.parametrize("url", [None, 8000, b"http://localhost"])
 def test_an_address_that_is_no_text_is_named(url):
     with pytest.raises(TypeError, match="the address of a server is a text such as 'http://localhost:8000', not "):

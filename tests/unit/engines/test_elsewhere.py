@@ -75,6 +75,24 @@ def test_the_newest_versions_stay(tmp_path):
         colo.WeightsFolder(tmp_path, keep=0)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"keep": "2"}, "keep must be a whole number, not '2'"),
+        ({"shard_bytes": "1GiB"}, "shard_bytes must be a whole number, not '1GiB'"),
+        ({"delta": "no"}, "delta must be True or False, not 'no'"),
+    ],
+)
+def test_settings_of_a_place_are_checked_before_weights_are_written_to_it(tmp_path, given, words):
+    with pytest.raises(TypeError, match=words):
+        colo.WeightsFolder(tmp_path, **given)
+    with pytest.raises(TypeError, match=words):
+        colo.WeightsBucket("memory://given", **given)
+    for url in (None, str(tmp_path), ""):
+        with pytest.raises(TypeError, match="a bucket has a URL, such as s3://bucket/run, not "):
+            colo.WeightsBucket(url)
+
+
 def test_the_same_weights_are_written_once(tmp_path):
     folder = colo.WeightsFolder(tmp_path)
     first = folder.write(some_weights().items())

@@ -94,6 +94,15 @@ def test_a_fleet_is_an_engine():
     check_engine(fleet)
 
 
+def test_what_is_no_engine_is_in_no_fleet(engines):
+    model = AutoModelForCausalLM.from_config(qwen3())
+    for given, words in ((["torch"], "'torch' is none"), ([engines[0].engine, model], "Qwen3ForCausalLM is none")):
+        with pytest.raises(TypeError, match=f"a fleet is of engines, such as colo.connect.url. returns, and {words}"):
+            colo.share(given, model, adamw(model.parameters()))
+    with pytest.raises(TypeError, match="NoneType is none"):
+        Fleet([engines[0].engine]).add(None)
+
+
 def test_a_publication_reaches_all_and_prompts_are_spread_and_answered_as_by_one(rt, engines):
     for step in range(3):
         with rt.rollout():

@@ -205,6 +205,8 @@ def test_a_conversation_needs_a_tokenizer():
         ([[{"role": "user", "content": 7}]], "the content of message 0 of prompt 0 is neither a text nor"),
         ([{"query": "1"}], r"prompt 0 is a dict without 'input_ids', but with \['query'\]"),
         ({"text": "1"}, "prompts is a dict without 'input_ids'"),
+        ({"input_ids": None}, "input_ids and attention_mask are lists with a row for each prompt, not None"),
+        ({"input_ids": [[1]], "attention_mask": 1}, "input_ids and attention_mask are lists with .*, not 1"),
     ],
     ids=str,
 )

@@ -196,6 +196,8 @@ def test_what_is_to_follow_the_end_runs_once_also_when_it_is_asked_for_late():
     rt = launch()
     rt.at_close(lambda: done.append("first"))
     rt.at_close(lambda: rt.at_close(lambda: done.append("within")))
+    with pytest.raises(TypeError, match="at_close\\(\\) takes a function without arguments, not None"):
+        rt.at_close(None)
     rt.close()
     assert sorted(done) == ["first", "within"]
     rt.at_close(lambda: done.append("late"))

@@ -120,6 +120,8 @@ def test_what_cannot_be_parked_is_refused_and_left_as_it_was():
     for given in (("judge",), (judge, judge), (None,)):
         with pytest.raises(TypeError, match="park\\(\\) takes a module, and its optimizer or None"):
             rt.park(*given)
+    with pytest.raises(TypeError, match="name must be a text, not 5"):
+        rt.park(nn.Linear(2, 2), name=5)
     with pytest.raises(ValueError, match="segment 'judge' already: give park\\(\\) another name"):
         rt.park(other := nn.Linear(2, 2), name="judge")
     with rt.rollout():
