@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import time
+from contextlib import suppress
 from datetime import UTC, date, datetime
 
 import psutil
@@ -205,15 +206,24 @@ class Stopped(BaseException):
     pass
 
 
+def commands_below():
+    """Processes that this one has started, and those that they have, by what they run."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # of one that has ended meanwhile
+            found[process] = " ".join(process.cmdline())
+    return found
+
+
 def test_a_call_that_hangs_holds_up_no_limit_of_time_and_leaves_no_process():
-    before = set(psutil.Process().children(recursive=True))
+    before = commands_below()
     with pytest.raises(Stopped), own_processes() as process:
         process.submit(sleep_for_ever)
-        while not any(child.name() == "sleep" for child in psutil.Process().children(recursive=True)):
+        while "sleep 600" not in commands_below().values():
             time.sleep(0.05)
         raise Stopped
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert not [child for child in left if "resource_tracker" not in " ".join(child.cmdline())]
+    left = {process: command for process, command in commands_below().items() if process not in before}
+    assert not [command for command in left.values() if "resource_tracker" not in command]
 
 
 def test_a_process_of_its_own_ends_by_itself_once_its_calls_are_made():

@@ -104,7 +104,7 @@ class HttpEngine(EngineBase):
 
     def __init__(self):
         self.server = BigramServer()
-        self._http = HttpClient(self.server.url, deadline_s=5)
+        self._http = HttpClient(self.server.url, deadline_s=60)
         self.cache = HttpSegment(self.ask)
         weights = FixedSegment(ENGINE_WEIGHTS, TOKENS * TOKENS * 4, Residency.RESIDENT)
         status = EngineStatus(lambda: self.segments, on_loss=self.lose_cache)
@@ -154,7 +154,7 @@ class HttpEngine(EngineBase):
             raise PhaseError("the engine is not lost: nothing to recover")
         self._http.close()
         self.server = BigramServer()
-        self._http = HttpClient(self.server.url, deadline_s=5)
+        self._http = HttpClient(self.server.url, deadline_s=60)
         self._status.revive()
         self.cache.residency = Residency.RESIDENT
         self.poison("it has been started again: publish to it")

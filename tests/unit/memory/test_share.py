@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,7 +98,12 @@ def shared():
 
 
 def open_files():
-    return len(list(Path("/proc/self/fd").iterdir()))
+    """Those of this process, by number; threads of other tests may close theirs meanwhile."""
+    found = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the folder itself
+            found.add((file.name, file.readlink()))
+    return found
 
 
 def test_two_processes_see_what_the_other_writes_and_the_peer_keeps_what_the_owner_lets_go_of(shared, start):
@@ -180,6 +186,7 @@ def test_a_description_travels_as_json(shared):
 
 
 def test_closing_is_idempotent_leaves_tensors_alone_and_keeps_no_file_open():
+    gc.collect()
     before = open_files()
     shared = SharedMemory(SIZE_BYTES, CPU)
     held = shared.bytes[:4].fill_(6)
@@ -188,13 +195,14 @@ def test_closing_is_idempotent_leaves_tensors_alone_and_keeps_no_file_open():
     shared.close()
     assert held.tolist() == mapped[:4].tolist() == [6] * 4
     del held, mapped
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_shared_memory_that_nobody_holds_keeps_no_file_open():
+    gc.collect()
     before = open_files()
     SharedMemory(SIZE_BYTES, CPU)
-    assert open_files() == before
+    assert open_files() <= before
 
 
 # ---- read as it lies, or through a copy ------------------------------------------------------------------------------
