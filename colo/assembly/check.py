@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from colo.engine import Completion
+from colo.engines.text import encode_prompts
 from colo.errors import StaleWeights, Unsupported
 from colo.runtime import Runtime
 from colo.weights.mismatch import logprob_difference
@@ -58,7 +59,12 @@ def check(
             f"colo does not know how a {type(rt.model).__name__} computes log-probabilities: compare your own with "
             "those of rt.generate(...), and rt.log(mismatch=...) for the report"
         )
-    prompts = prompts or _prompts(rt)
+    most = rt.config.max_mismatch
+    if max_mismatch is not None:
+        most = replace(rt.config, max_mismatch=max_mismatch).max_mismatch  # checked by the config's own rules
+    prompts = (prompts is not None and encode_prompts(prompts, rt.tokenizer)) or _prompts(rt)
+    if not isinstance(sampling, Mapping | None):
+        raise TypeError(f"sampling has options by name, such as {{'top_p': 0.9}}, and is a {type(sampling).__name__}")
     if sampling:
         rt.engine.sampling_params(None, **sampling)
     with rt.rollout():
@@ -69,7 +75,6 @@ def check(
     honoured |= {name: _are_best(rt, *pair, noise=difference or 0.0) for name, pair in filtered.items()}
     # the passes have left a sharded model whole: accelerate looks for shards in its optimizer
     rt.transport.source.reshard()
-    most = rt.config.max_mismatch if max_mismatch is None else max_mismatch
     found = difference if difference is not None else float("nan")
     # `not <=`: NaN is a mismatch too
     if most is not None and not found <= most:

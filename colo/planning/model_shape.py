@@ -170,6 +170,8 @@ def load_model_config(
     which looks into its cache first.
     Raises: `ValueError` when there is no such folder, model or file, or it holds no JSON object.
     """
+    if not isinstance(model, str | os.PathLike):
+        raise TypeError(f"a plan is of a folder or a hub id, such as 'Qwen/Qwen3-8B', not of a {type(model).__name__}")
     model = os.fspath(model)
     known = known_config(model)
     if known is not None and not Path(model).expanduser().exists():

@@ -651,6 +651,8 @@ def _with_names(group: dict[str, Any]) -> dict[str, Any]:
         # torch takes (name, parameter) pairs too, and keeps the names under this key
         group = {**group, "param_names": [name for name, _ in parameters]}
         parameters = [parameter for _, parameter in parameters]
+    if others := [p for p in parameters if not isinstance(p, torch.Tensor)]:
+        raise TypeError(f"the optimizer takes parameters, such as model.parameters(), not {others[0]!r:.80}")
     if (twice := listed_twice(parameters)) is not None:
         raise ValueError(
             f"the parameter of shape {tuple(twice.shape)} is twice in a group of the optimizer, and has one master: "
@@ -662,4 +664,6 @@ def _with_names(group: dict[str, Any]) -> dict[str, Any]:
 def _ordered(given: Any) -> list[Any]:
     if isinstance(given, set | frozenset):  # a state dict goes by the parameters' numbers
         raise TypeError("the optimizer got a set of parameters, whose order is another in each run: pass a list")
+    if not isinstance(given, Iterable):
+        raise TypeError(f"the optimizer takes parameters, such as model.parameters(), not a {type(given).__name__}")
     return list(given)

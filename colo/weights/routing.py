@@ -45,6 +45,8 @@ def routing_of(completions: Sequence[Completion], *, length: int | None = None, 
     Padding, and the last token, which no engine has passed through the model, have -1: there a router chooses itself.
     Raises: `ValueError` for completions without routing, or a `length` that is too short.
     """
+    if not isinstance(completions, Sequence) or not all(isinstance(each, Completion) for each in completions):
+        raise TypeError("routing is that of a list of completions, as rt.generate(...) returns, or a tensor of theirs")
     lacking = sum(c.routed_experts is None for c in completions)
     if lacking or not completions:
         raise ValueError(

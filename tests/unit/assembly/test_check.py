@@ -150,6 +150,29 @@ def test_a_check_within_a_phase_is_refused():
         colo.check(rt)
 
 
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ({"max_mismatch": "0.1"}, TypeError, "max_mismatch must be a number or None, not '0.1'"),
+        ({"max_mismatch": -1}, ValueError, "max_mismatch must be positive or None, not -1"),
+        ({"max_mismatch": float("nan")}, ValueError, "max_mismatch must be positive or None, not nan"),
+        ({"sampling": colo.SamplingParams(n=2)}, TypeError, "sampling has options by name, .* is a SamplingParams"),
+        ({"prompts": 5}, TypeError, "prompts is a list of prompts, .*, not 5"),
+    ],
+    ids=str,
+)
+def test_what_a_check_does_not_take_is_refused_before_anything_is_sampled(monkeypatch, given, kind, words):
+    with shared() as rt:
+        monkeypatch.setattr(rt, "rollout", None)
+        with pytest.raises(kind, match=words):
+            colo.check(rt, **given)
+
+
+def test_prompts_of_a_check_may_be_a_tensor():
+    with shared() as rt:
+        assert colo.check(rt, torch.tensor([[1, 2], [3, 4]])).mismatch < 1e-5
+
+
 def test_what_is_no_runtime_is_a_type_error():
     with pytest.raises(TypeError, match="check takes a runtime, as colo.launch and colo.share return, not a Qwen3For"):
         colo.check(made())

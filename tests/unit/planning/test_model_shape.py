@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+import colo
 from colo.errors import Unsupported
 from colo.planning.estimate import estimate
 from colo.planning.model_shape import ModelShape, load_model_config
@@ -410,6 +411,11 @@ def test_a_size_of_more_than_64_bits_is_an_error_of_one_line():
     with pytest.raises(ValueError, match="cannot build a qwen3 of this model config: ") as refused:
         ModelShape.from_config({**CONFIGS["qwen3"], "vocab_size": 10**30})
     assert "frame #0" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+def test_a_plan_of_what_is_no_name_says_what_it_takes():
+    with pytest.raises(TypeError, match="a plan is of a folder or a hub id, such as 'Qwen/Qwen3-8B', not of a dict"):
+        colo.plan(CONFIGS["qwen3"])
 
 
 def test_a_folder_with_a_config_is_read(tmp_path):

@@ -373,6 +373,10 @@ def test_other_dtypes_have_whole_masters():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="bucket_bytes must be positive or None, not 0"):
         MasterWeights(adamw, bucket_bytes=0)(parameters())
+    layer = torch.nn.Linear(2, 2)
+    for given, words in ((layer, "not a Linear"), ([5], "not 5"), ([{"params": [layer]}], "not Linear")):
+        with pytest.raises(TypeError, match=f"the optimizer takes parameters, such as model.parameters.., {words}"):
+            MasterWeights(lambda params: torch.optim.SGD(params, lr=1.0))(given)
     with pytest.raises(ValueError, match="empty parameter list"):
         MasterWeights(adamw)([])
 

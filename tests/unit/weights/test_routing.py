@@ -176,6 +176,9 @@ def test_routing_of_a_batch_lies_where_its_tokens_do():
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(model):
     routing = random_routing()
+    for given in (None, 5, [[1, 2]]):
+        with pytest.raises(TypeError, match="routing is that of a list of completions"):
+            colo.replay_routing(model, given).__enter__()
     with (
         pytest.raises(ValueError, match=r"routing has shape \(3, 7, 3, 1\), not \(B, T, layers, 2\)"),
         colo.replay_routing(model, routing[..., :1]),
