@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
@@ -121,12 +122,13 @@ class HttpClient:
         patient: bool = False,
         as_text: bool = False,
     ) -> Any:
-        """Ask, and return the answer as JSON or `as_text`; `None` for an empty one. `patient` waits while the server is
-        healthy.
+        """Ask, and return the answer as JSON or `as_text`; `patient` waits while the server is healthy.
 
-        Raises: `Silent` without an answer within the deadline; `Refused` for an error.
+        An empty answer is `None` as text, and an object without keys otherwise; see `_Object`. Raises: `Silent` without
+        an answer within the deadline; `Refused` for an error.
         """
-        question = self._ask(self._request(method, path, body, query, timed=not patient), as_text=as_text)
+        request = self._request(method, path, body, query, timed=not patient)
+        question = self._ask(request, as_text=as_text, object_hook=partial(_Object, path))
         # health is asked for at every deadline, so that a long answer is no silence
         return self._wait(self._while_healthy([question]))[0] if patient else self._wait(question)
 
@@ -187,19 +189,23 @@ class HttpClient:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         return self._client.build_request(method, path, json=body, params=query, headers=headers, timeout=limits)
 
-    async def _ask(self, request: httpx.Request, *, as_text: bool = False) -> Any:
+    async def _ask(
+        self, request: httpx.Request, *, as_text: bool = False, object_hook: Callable[[Body], Body] | None = None
+    ) -> Any:
         answer = await self._send(request)
         if answer.is_server_error:
             # 500 may come from a dying engine: then it is lost, and not merely refused
             await self._check_health()
         if answer.is_error:
             raise Refused(answer.status_code, _words(answer))
-        if as_text or not answer.content:
+        if as_text:
             return answer.text or None
+        path = request.url.path
         try:
-            return answer.json()
+            found = answer.json(object_hook=object_hook) if answer.content else None
         except ValueError as error:
-            raise Refused(answer.status_code, f"the answer to {request.url.path} is not JSON") from error
+            raise Refused(answer.status_code, f"the answer to {path} is not JSON") from error
+        return _Object(path, {}) if found is None else found
 
     async def _check_health(self) -> None:
         answer = await self._send(self._request("GET", self._health, timed=True))
@@ -214,6 +220,20 @@ class HttpClient:
             raise Silent(f"it did not answer {path} within {self._deadline_s:g} s") from error
         except httpx.TransportError as error:
             raise Silent(f"it did not answer {path} ({type(error).__name__}: {error})") from error
+
+
+class _Object(Body):
+    """An object of an answer. A key that it lacks is a `TransferError` with the question's name."""
+
+    def __init__(self, path: str, found: Body) -> None:
+        super().__init__(found)
+        self._path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise TransferError(
+            f"the server's answer to {self._path} has no {key!r}, but {', '.join(map(repr, self)) or 'nothing'}: it is "
+            "of a version that colo does not know, or something else answers in its place"
+        )
 
 
 def _words(answer: httpx.Response) -> str:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from colo.engines.http import HttpClient, Refused, Silent
+from colo.errors import TransferError
 
 URL = "http://server"
 DEADLINE_S = 2.0
@@ -48,9 +49,25 @@ def test_an_error_says_what_the_server_says(serve, body, words):
 def test_an_answer_that_is_text_is_given_where_text_is_asked_for(serve):
     server = serve(lambda request: httpx.Response(200, text="" if request.url.path == "/empty" else "Success: loaded"))
     assert server.ask("POST", "/load", as_text=True) == "Success: loaded"
-    assert server.ask("POST", "/empty") is None
+    assert server.ask("POST", "/empty") == {} and server.ask("POST", "/empty", as_text=True) is None
     with pytest.raises(Refused, match="the answer to /load is not JSON"):
         server.ask("POST", "/load")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("", "the server's answer to /info has no 'version', but nothing: it is of a version that colo does not know"),
+        ("null", "the server's answer to /info has no 'version', but nothing"),
+        ('{"error": 1, "at": 2}', "has no 'version', but 'error', 'at': "),
+        ('{"version": {"of": 1}}', "the server's answer to /info has no 'number', but 'of'"),
+        ('{"version": {"number": [{}]}}', "the server's answer to /info has no 'first', but nothing"),
+    ],
+)
+def test_what_an_answer_lacks_is_named_with_the_question(serve, body, words):
+    found = serve(lambda request: httpx.Response(200, text=body)).ask("GET", "/info")
+    with pytest.raises(TransferError, match=words):
+        found["version"]["number"][0]["first"]
 
 
 def test_an_error_of_a_server_whose_engine_has_ended_is_silence(serve):
