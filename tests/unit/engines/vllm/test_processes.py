@@ -64,12 +64,13 @@ class TestStart:
         started = []
 
         def start():
+            signal.setitimer(signal.ITIMER_REAL, 0.3)  # an interrupt before would have nothing to end
             time.sleep(before_s)
             started.append(child())
             started[0].join()
             raise RuntimeError("the process has ended")
 
-        with interrupt_after(0.3):
+        with interrupt_after(PATIENCE_S):
             start_apart_from_interrupts(start, lambda result: None)
         assert not started[0].is_alive()
 
@@ -90,12 +91,13 @@ class TestStart:
         started = []
 
         def start():
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
             begun.set()
             started.append(child())
             started[0].join()
             raise RuntimeError("the process has ended")
 
-        with interrupt_after(1.0):
+        with interrupt_after(PATIENCE_S):
             start_apart_from_interrupts(start, lambda result: None)
         thread.join()
         assert not started[0].is_alive()
@@ -108,11 +110,12 @@ class TestStart:
         discarded = []
 
         def start():
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             interrupted.wait(PATIENCE_S)
             time.sleep(0.4)
             return "an engine"
 
-        with interrupt_after(0.2) as interrupted:
+        with interrupt_after(PATIENCE_S) as interrupted:
             start_apart_from_interrupts(start, discarded.append)
         assert discarded == ["an engine"]
 
