@@ -62,7 +62,8 @@ def check(
     most = rt.config.max_mismatch
     if max_mismatch is not None:
         most = replace(rt.config, max_mismatch=max_mismatch).max_mismatch  # checked by the config's own rules
-    prompts = (prompts is not None and encode_prompts(prompts, rt.tokenizer)) or _prompts(rt)
+    given = [] if prompts is None else encode_prompts(prompts, rt.tokenizer)
+    prompts = given or _prompts(rt)
     if not isinstance(sampling, Mapping | None):
         raise TypeError(f"sampling has options by name, such as {{'top_p': 0.9}}, and is a {type(sampling).__name__}")
     if sampling:

@@ -624,8 +624,9 @@ def check_columns(
     environments: Any = None,
     read_by: Callable[[], PromptReader | None] = lambda: None,
 ) -> None:
-    """Raise `ValueError` for columns that TRL or a reward function asks for and a dataset does not have.
+    """Raise `TypeError` for what is no reward or no dataset, and `ValueError` for columns that a dataset lacks.
 
+    Those are what TRL or a reward function asks for.
     Also for columns that are called as what TRL gives every reward, which would have two of them.
     Also for a row whose prompt TRL could not tokenize, or of which nothing could be sampled: the error would come with
     the step that draws it. Of prompts of several kinds one of each is read with what `read_by` returns, if anything.
@@ -634,10 +635,15 @@ def check_columns(
     may be several, by name.
     A `rollout_func` may return what rewards take, and `environments` have prompts of their own.
     """
+    for reward in rewards:
+        if not isinstance(reward, str) and not callable(reward):
+            raise TypeError(f"a reward is a function, a model or the name of one, not {reward!r:.80}")
     own_prompts = rollout_func is not None or environments is not None
     rewards = [] if rollout_func is not None else rewards
     others = evaluation if isinstance(evaluation, Mapping) else {"": evaluation}
     for dataset, name in ((train, "the dataset"), *((o, f"eval_dataset {n}".rstrip()) for n, o in others.items())):
+        if isinstance(dataset, str | os.PathLike):
+            raise TypeError(f"{name} is one of the library datasets, not {dataset!r}: load it, by load_dataset(...)")
         columns = getattr(dataset, "column_names", None)
         if isinstance(dataset, IterableDataset) and not own_prompts:
             _check_head(dataset, name)

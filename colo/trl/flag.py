@@ -255,7 +255,8 @@ class _WithEngine:
     ) -> None:
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         # positional arguments behind `args` go by the names of TRL's own signature, which grows with versions
-        options |= zip(list(inspect.signature(super().__init__).parameters)[3:], positional, strict=False)
+        taken = inspect.signature(super().__init__)
+        options |= zip(list(taken.parameters)[3:], positional, strict=False)
         if not getattr(args, "fast_inference", False):
             warnings.warn(
                 f"{type(self).__name__} without fast_inference=True trains as TRL's own trainer, without colo's "
@@ -264,6 +265,8 @@ class _WithEngine:
             )
             super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
             return
+        # here, before an engine is started, which takes a minute
+        taken.bind(model, reward_funcs, args, **options)  # a TypeError for a name that TRL does not take
         args.refuse_use_vllm()
         check_args(args)
         is_made = getattr(type(self), "create_optimizer", None) is Trainer.create_optimizer  # by the options
@@ -271,8 +274,7 @@ class _WithEngine:
         check_output(args.output_dir)
         if args.colo_partial_rollouts:
             check_partial(args, options)
-        # before an engine is started, which takes a minute
-        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        rewards = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
         datasets = options.get("train_dataset"), options.get("eval_dataset")
         others = {"rollout_func": options.get("rollout_func"), "environments": options.get("environment_factory")}
         read_by = functools.partial(_prompt_reader, model, args, options)

@@ -145,7 +145,7 @@ def run(record, **options):
     sum(range(10**12))  # holds the GIL
 
 logprob.run = run
-command.GRACE_S = 1.0
+command.GRACE_S = 3.0
 command.main()
 """
 

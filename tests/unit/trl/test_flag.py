@@ -471,6 +471,27 @@ def test_options_that_fail_later_are_refused_before_an_engine_starts(make, monke
         make(kind=kind, config=CONFIGS[kind is ColoRLOOTrainer], **FLAG, **changes)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"train_datasets": None}, "got an unexpected keyword argument 'train_datasets'"),
+        ({"reward_funcs": 5}, "a reward is a function, a model or the name of one, not 5"),
+        ({"reward_funcs": [len, None]}, "a reward is a function, a model or the name of one, not None"),
+        ({"train_dataset": "sums.jsonl"}, "the dataset is one of the library datasets, not 'sums.jsonl': load it"),
+        ({"train_dataset": Path("sums.jsonl")}, "the dataset is one of the library datasets, not .*sums.jsonl"),
+        ({"eval_dataset": {"held": "sums.jsonl"}}, "eval_dataset held is one of the library datasets, not 'sums"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("number", [0, 1], ids=["GRPO", "RLOO"])
+def test_what_a_trainer_does_not_take_is_refused_before_a_model_is_loaded(monkeypatch, tmp_path, number, given, words):
+    monkeypatch.setattr("colo.trl.flag._started", None)
+    args = CONFIGS[number](output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **FLAG)
+    given = {"reward_funcs": lambda completions, **_: [0.0], "train_dataset": None} | given
+    with pytest.raises(TypeError, match=words):
+        (ColoGRPOTrainer, ColoRLOOTrainer)[number]("a-model", args=args, **given)
+
+
 def test_a_number_of_a_config_that_python_cannot_write_is_named(make):
     for name in ("num_generations", "seed", "colo_max_age"):
         with pytest.raises(ValueError, match=f"^{name} is a whole number of about 5000 digits: give one of 64 bits"):
@@ -612,8 +633,8 @@ def test_the_engine_is_closed_where_the_trainer_cannot_be_made(make, monkeypatch
         return engine, model
 
     monkeypatch.setattr(flag, "start", started)
-    with pytest.raises(Exception):  # noqa: B017 - whatever TRL says of it
-        make_flagged(make, reward=3)
+    with pytest.raises(ValueError, match="reward weights"):
+        make_flagged(make, reward_weights=[1.0, 2.0])
     assert closed == [1]
 
 
