@@ -266,7 +266,8 @@ class _WithEngine:
             super().__init__(model, reward_funcs, args, **options)  # type: ignore[call-arg]
             return
         # here, before an engine is started, which takes a minute
-        taken.bind(model, reward_funcs, args, **options)  # a TypeError for a name that TRL does not take
+        # a TypeError for a name that TRL does not take; this one an older TRL does not, and colo does
+        taken.bind(model, reward_funcs, args, **{n: v for n, v in options.items() if n != "quantization_config"})
         args.refuse_use_vllm()
         check_args(args)
         is_made = getattr(type(self), "create_optimizer", None) is Trainer.create_optimizer  # by the options
