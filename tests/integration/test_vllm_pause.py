@@ -12,6 +12,7 @@ import colo
 from colo.engine import EngineState
 from colo.engines.vllm import compat
 from colo.engines.vllm.client.engine import VLLMEngine
+from colo.engines.vllm.wire import WORKER_EXTENSION
 from colo.errors import PhaseError, Unsupported
 from colo.phases.phase import ENGINE_KV_CACHE
 from colo.units import MIB
@@ -29,9 +30,10 @@ NUM_TOKENS = 600
 AT_ONCE = 2
 """How many requests vLLM runs at a time; others wait."""
 
-WORKER = "tests.integration.held_worker.HeldWorker"
+WORKERS = {"this process": WORKER_EXTENSION, "its own process": "tests.integration.held_worker.HeldWorker"}
+"""By place. vLLM changes its class of workers for a process, in which another test may have run an engine."""
 
-PLACES = ["this process", "its own process"]
+PLACES = list(WORKERS)
 
 DEADLINE_S = 90
 
@@ -49,14 +51,15 @@ def checkpoint(tiny, randomize, tmp_path_factory):
     return str(folder)
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(scope="module", params=WORKERS)
 def llm(request, checkpoint, llm_options):
     """The caller's own `vllm.LLM`, driven by hand between what colo does to it."""
     sizes = {"max_model_len": 768, "kv_cache_memory_bytes": 8 * MIB, "max_num_seqs": AT_ONCE}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if request.param == "its own process" else "0")
         vllm.envs.disable_envs_cache()
-        made = vllm.LLM(checkpoint, **(llm_options | sizes), load_format="colo", worker_extension_cls=WORKER)
+        worker = WORKERS[request.param]
+        made = vllm.LLM(checkpoint, **(llm_options | sizes), load_format="colo", worker_extension_cls=worker)
     yield made
     core = made.llm_engine.engine_core
     core.shutdown()
