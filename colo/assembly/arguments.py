@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from functools import wraps
 from itertools import chain
@@ -336,11 +335,12 @@ def _check_lora(lora: Any, *, folded: bool) -> None:
 
 def _takes_one(function: object) -> bool:
     """True for what can be called with one argument, as far as that is known before it is."""
-    with suppress(ValueError):  # of a builtin that has no signature
-        try:
-            inspect.signature(function).bind(None)  # type: ignore[arg-type]  # a TypeError for what is no function
-        except TypeError:
-            return False
+    try:
+        inspect.signature(function).bind(None)  # type: ignore[arg-type]  # a TypeError for what is no function
+    except TypeError:
+        return False
+    except ValueError:  # of a builtin that has no signature
+        return True
     return True
 
 

@@ -95,7 +95,7 @@ class Fleet(EngineBase):
         """Take another engine in: it gets the weights with all others before the next rollout samples.
 
         A fleet that had lost all of its engines goes on with it. Raises: `PhaseError` while the fleet generates, or
-        after its end; `ValueError` for an engine of another model or in a fleet.
+        after its end; `TypeError` for what is no engine; `ValueError` for one of another model or in a fleet.
         """
         _require_engine(engine)
         self._check(engine)
