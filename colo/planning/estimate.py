@@ -41,7 +41,7 @@ PASS_FRACTION = 1 / 8
 """Share of a device without a set limit that is left to a training pass beside resident state: for activations,
 log-probabilities, and what a step computes in."""
 # as colo/trainer/window.py has them, which imports torch
-RANGE_BYTES, RELEASED_RANGE_BYTES, NUM_SLOTS = 64 * MIB, 128 * MIB, 3
+RANGE_BYTES, NUM_SLOTS = 128 * MIB, 3
 # Left resident by vLLM 0.26 asleep (context, CUDA graphs, workspaces), measured: Qwen3-8B on an H200.
 ENGINE_RESIDUAL_BYTES = round(1.4 * GIB)
 TRAINER_RESIDUAL_BYTES = GIB // 2  # an allowance, not measured: cuBLAS workspaces, what the allocator rounds up
@@ -550,13 +550,12 @@ def window_bytes(shape: ModelShape, w: Workload) -> Window:
     tensors = [(prod(size), count, _moment_bytes(w, size)) for size, count in _trained(shape, w)]
     num_trained = sum(elements * count for elements, count, _ in tensors)
     largest = max(elements for elements, _, _ in tensors)
-    range_bytes = RELEASED_RANGE_BYTES if w.release_gradients else RANGE_BYTES
     if w.optimizer is Optimizer.ADAFACTOR:
         held = max(masters * elements + state for elements, _, state in tensors)
-        window = 3 * max(min(range_bytes, (masters + 1) * num_trained), held) + (8 if masters else 0) * largest
+        window = 3 * max(min(RANGE_BYTES, (masters + 1) * num_trained), held) + (8 if masters else 0) * largest
         return Window(state=window, slot=0, gradients=2 * largest * dtype_bytes)
     state_bytes = masters + _moment_bytes(w, (1,))
-    elements = min(num_trained, range_bytes // state_bytes)
+    elements = min(num_trained, RANGE_BYTES // state_bytes)
     flat_bytes = 2 * (4 if masters else dtype_bytes) + masters  # and the 16-bit weights
     # moments that are kept in bf16 are stepped in fp32
     flat_bytes += optimizer_bytes(w.optimizer, (1,)) if w.moment_dtype is MomentDtype.BFLOAT16 else 0

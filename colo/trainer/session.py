@@ -35,7 +35,7 @@ from colo.trainer.master_weights import MasterWeightsOptimizer
 from colo.trainer.optimizers import MegatronOptimizers, OptimizerParts, as_torch, parameters_of
 from colo.trainer.state import TrainerState, UncopiedHook, untraced
 from colo.trainer.streamed import StreamedState
-from colo.trainer.window import RANGE_BYTES, RELEASED_RANGE_BYTES
+from colo.trainer.window import RANGE_BYTES
 
 LATE = (TRAINER_OPTIMIZER, TRAINER_MASTER_WEIGHTS)
 """Segments that a training phase needs only when the optimizer steps; but see `TrainerSession.needs`."""
@@ -122,7 +122,7 @@ class TrainerSession:
                     self.optimizer,
                     mover,
                     # a window of larger ranges would only take memory: see `RANGE_BYTES`
-                    region_bytes=min(region_bytes, RELEASED_RANGE_BYTES if release_gradients else RANGE_BYTES),
+                    region_bytes=min(region_bytes, RANGE_BYTES),
                     resident_bytes=resident_bytes,
                     moment_dtype=moment_dtype,
                     agree=agree,

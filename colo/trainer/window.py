@@ -41,12 +41,10 @@ from colo.units import MIB, align_up, batches, format_bytes
 
 NUM_SLOTS = 3  # ranges on the device at once: one comes, one is stepped, one leaves; one more for those that stay
 
-RANGE_BYTES = 64 * MIB
+RANGE_BYTES = 128 * MIB
 """State of a range. On an H100 ranges of 32 to 256 MiB are stepped at the speed of the bus; at 16 MiB Python bounds
-the step, at 512 MiB too few ranges are under way to overlap."""
-
-RELEASED_RANGE_BYTES = 128 * MIB
-"""The same where gradients are released: Python, which queues the backward pass as well, would bound smaller ones."""
+the step, at 512 MiB too few ranges are under way to overlap. Of state on the device, and where gradients are released
+by a backward pass, which Python queues as well, it would bound ranges of 64 MiB."""
 
 
 @dataclass(eq=False)

@@ -77,10 +77,10 @@ def test_peak_is_compared_with_the_gpu_and_with_not_taking_turns():
 def test_streamed_state_says_where_it_is_and_what_a_step_waits_for():
     text = render(plan(gpu_memory_bytes=48 * GIB, state="auto", context=4096, generations=8))
     assert row(text, "segment") == ["rollout", "sync", "train", "step"]
-    assert row(text, "trainer.optimizer") == ["host", "host", "host", "320.00 MiB"]
+    assert row(text, "trainer.optimizer") == ["host", "host", "host", "640.00 MiB"]
     assert row(text, "trainer.master_weights") == ["host"] * 4
     assert "The optimizer's state, 76.28 GiB, is streamed: in host memory" in text
-    assert "9.27 GiB of it stay on the device. A step waits 1.32 s for the rest at 54.6 GB/s" in text
+    assert "8.96 GiB of it stay on the device. A step waits 1.32 s for the rest at 54.6 GB/s" in text
     text = render(plan(gpu_memory_bytes=48 * GIB, state="streamed", context=4096, generations=8))
     assert "A step waits 1.50 s for it at 54.6 GB/s" in text and "stay on the device" not in text
     text = render(plan(gpu_memory_bytes=140 * GIB, state="auto", moment_dtype="bfloat16", context=4096, generations=8))
