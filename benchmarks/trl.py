@@ -51,6 +51,21 @@ SIDES: dict[str, Row] = {
         "use_vllm": False,
         "use_transformers_continuous_batching": True,
     },
+    "TRL with DeepSpeed's ZeRO-Offload": {  # by name alone: it needs deepspeed
+        "stock": True,
+        "dtype": "bfloat16",
+        "deepspeed": {
+            "bf16": {"enabled": True},
+            "optimizer": {  # of which DeepSpeed makes its own for host memory
+                "type": "AdamW",
+                "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+            },
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+        },
+    },
 }
 
 
@@ -61,6 +76,7 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
         name
         for name, side in SIDES.items()
         if sides in name
+        and ("ZeRO" in sides or "deepspeed" not in side)
         and (device == "cuda" or not side["stock"])
         and (options["lora"] or not side.get("colo_fold_adapter"))
         and (not options["context"] or side.get("use_vllm", True))  # it lengthens what vLLM has sampled
@@ -162,6 +178,8 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
             side |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": options["utilization"]}
         else:  # which takes its cache anew for each batch, by default nine tenths of what is free
             side["transformers_continuous_batching_config"] = {"max_memory_percent": options["utilization"]}
+        if "deepspeed" in side:  # what its launcher would set
+            os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     else:
         side |= {
             "fast_inference": True,

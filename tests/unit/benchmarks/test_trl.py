@@ -68,6 +68,12 @@ def test_an_adapter_is_folded_on_a_side_of_its_own_where_there_is_one(ways, lora
     assert found == [FLAG, "colo's flag, bf16, the adapter folded"][: 1 + lora]
 
 
+def test_a_side_that_needs_deepspeed_is_chosen_by_its_name_alone(ways):
+    zero = "TRL with DeepSpeed's ZeRO-Offload"
+    assert ways(device="cuda", sides="ZeRO-Offload") == [zero]
+    assert all(zero not in ways(device="cuda", sides=sides) for sides in ("", "TRL", "TRL colocate, bf16"))
+
+
 @pytest.mark.parametrize("context", [None, 512])
 def test_completions_are_lengthened_where_vllm_has_sampled_them(ways, context):
     found = ways(device="cuda", sides="TRL", context=context)
