@@ -331,13 +331,16 @@ def step() -> None:
     click.option(
         "--accumulation", type=click.IntRange(1), default=2, show_default=True, help="Backward passes before a step."
     ),
-    click.option("--eager", is_flag=True, help="Without CUDA graphs, under the flag."),
+    click.option("--eager", is_flag=True, help="Without CUDA graphs, under the flag and Unsloth."),
     click.option("--sides", default="", help="Only those whose name contains this."),
     device_option,
     needs_vllm=False,
 )
 def trl() -> None:
-    """TRL's own colocate mode beside colo's flag."""
+    """TRL's own colocate mode beside colo's flag.
+
+    With `--lora --sides Unsloth` Unsloth's trainer, in an environment with its releases.
+    """
 
 
 if __name__ == "__main__":

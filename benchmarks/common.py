@@ -1,29 +1,30 @@
-"""Timing, models, and the record of every benchmark. Imports no vLLM."""
+"""Timing, models, and the record of every benchmark. Imports no vLLM, and transformers only where it is needed."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import multiprocessing
+import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from colo.doctor import circumstances
 from colo.errors import Unsupported
@@ -32,6 +33,9 @@ from colo.memory.probe import free_device_bytes
 from colo.memory.region import allocate_region
 from colo.phases.phase import Residency
 from colo.units import GIB, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _PARENT_ENDS = 1  # PR_SET_PDEATHSIG of Linux
 
@@ -226,6 +230,8 @@ def shape(name: str, device: torch.device, *, layers: int | None = None) -> Pret
 
     With a number of `layers` it has those of the shape, on a CPU too, and a small vocabulary.
     """
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
     kind = Qwen3MoeConfig if name == "30b-a3b" else Qwen3Config
     common: Row = {"max_position_embeddings": 8192, "eos_token_id": None, "bos_token_id": None}
     if layers is not None:
@@ -237,14 +243,20 @@ def shape(name: str, device: torch.device, *, layers: int | None = None) -> Pret
 
 
 @contextmanager
-def own_processes(count: int = 1) -> Iterator[ProcessPoolExecutor]:
+def own_processes(
+    count: int = 1, *, first: str | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[ProcessPoolExecutor]:
     """Processes of their own for calls, which give all of their memory back as the block ends.
+
+    Each has `environment` in its own, and imports the module `first` before all that calls need, such as transformers.
 
     Those that do not end by themselves are killed with their children: at once where the block is left by an error,
     Ctrl-C or a limit of time, and on Linux where this process is killed.
     """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=spawn, initializer=_end_with_parent) as executor:
+    with ProcessPoolExecutor(
+        count, mp_context=spawn, initializer=_begin, initargs=(first, environment or {})
+    ) as executor:
         workers = executor._processes  # Python has kill_workers from 3.14 on
         try:
             yield executor
@@ -261,9 +273,12 @@ def own_processes(count: int = 1) -> Iterator[ProcessPoolExecutor]:
                             process.kill()
 
 
-def _end_with_parent() -> None:
+def _begin(first: str | None, environment: Mapping[str, str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_ENDS, signal.SIGKILL)
+    os.environ.update(environment)
+    if first is not None:
+        importlib.import_module(first)
 
 
 def require_free(num_bytes: int, device: torch.device, instead: str) -> None:

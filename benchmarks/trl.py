@@ -7,6 +7,7 @@ its arena has pinned; seconds a step (median of all but the first two), from the
 TRL's own `step_time` leaves the optimizer's out; seconds in which weights were sent or phases changed, of colo's also
 those of each phase, and the last reward. With `--card` another process holds the rest of the GPU, and is not counted. A
 side that fails, for want of memory say, has a row that says so. On a CPU the flag's side runs alone, with a tiny model.
+Unsloth's own trainer, in its standby, has a row where `--lora` is given and `--sides` asks for it.
 
 With `--context` completions are a fifth longer in each step, until one fails for want of memory, and `context` is the
 longest that a whole step took. Their first tokens are sampled, the others are drawn at random: every phase has what it
@@ -51,7 +52,7 @@ SIDES: dict[str, Row] = {
         "use_vllm": False,
         "use_transformers_continuous_batching": True,
     },
-    "TRL with DeepSpeed's ZeRO-Offload": {  # by name alone: it needs deepspeed
+    "TRL with DeepSpeed's ZeRO-Offload": {
         "stock": True,
         "dtype": "bfloat16",
         "deepspeed": {
@@ -66,23 +67,41 @@ SIDES: dict[str, Row] = {
             "gradient_clipping": "auto",
         },
     },
+    "Unsloth, standby": {
+        "stock": True,
+        "dtype": None,  # its engine's
+        "optim": "adamw_torch_fused",  # here and below TRL's defaults, for which Unsloth has others
+        "weight_decay": 0.0,
+        "vllm_importance_sampling_correction": True,
+    },
 }
+BY_NAME_ALONE = ("ZeRO", "Unsloth")
+"""What `--sides` says for sides that need packages of their own."""
+
+UNSLOTH = {
+    "UNSLOTH_VLLM_STANDBY": "1",
+    "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1",  # sampling takes --utilization, not nearly all of the GPU
+    "UNSLOTH_DISABLE_STATISTICS": "1",
+}
+"""What Unsloth's process has in its environment."""
 
 
 def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) -> None:
     """Train by every side whose name has `sides` in it; `options` are those of the command line."""
     # an adapter is served beside the weights unless it is folded into a copy of them, as TRL does
-    chosen = [
+    possible = [
         name
         for name, side in SIDES.items()
-        if sides in name
-        and ("ZeRO" in sides or "deepspeed" not in side)
-        and (device == "cuda" or not side["stock"])
+        if (device == "cuda" or not side["stock"])
         and (options["lora"] or not side.get("colo_fold_adapter"))
         and (not options["context"] or side.get("use_vllm", True))  # it lengthens what vLLM has sampled
+        and (not _is_unsloths(name) or (options["lora"] and not options["context"]))
+    ]
+    chosen = [
+        name for name in possible if sides in name and all(word in sides for word in BY_NAME_ALONE if word in name)
     ]
     if not chosen:
-        raise ValueError(f"--sides {sides!r} is in none of: {'; '.join(SIDES)}")
+        raise ValueError(f"--sides {sides!r} is in none of: {'; '.join(possible)}")
     card_bytes = options["card"] if device == "cuda" else None
     with tempfile.TemporaryDirectory() as place:
         longest, model = 64 + (options["context"] or options["tokens"]), Path(place) / "model"
@@ -90,7 +109,9 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
             folder = process.submit(_checkpoint, shape, device, model, max(4096, longest)).result()
         for name in chosen:
             record.tell(name)
-            with _others(card_bytes) if card_bytes else nullcontext(0) as held_bytes, own_processes() as process:
+            environment = UNSLOTH | {"UNSLOTH_COMPILE_LOCATION": f"{place}/unsloth"}
+            own = own_processes(first="unsloth", environment=environment) if _is_unsloths(name) else own_processes()
+            with _others(card_bytes) if card_bytes else nullcontext(0) as held_bytes, own as process:
                 try:
                     row = process.submit(_measured, name, str(folder), options | {"device": device}).result()
                 except Exception as error:  # noqa: BLE001 - the others are measured
@@ -99,6 +120,10 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
                     continue
                 record.add(row | {"peak_bytes": row["peak_bytes"] and row["peak_bytes"] - held_bytes})
                 process.submit(_end)  # the row is kept, whatever becomes of this
+
+
+def _is_unsloths(name: str) -> bool:
+    return name.startswith("Unsloth")
 
 
 @contextmanager
@@ -165,14 +190,13 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
     """Train by one side, and return its row."""
     from datasets import Dataset
     from peft import LoraConfig
-    from trl import GRPOTrainer
-
-    from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer
 
     side, on_cpu = dict(SIDES[name]), options["device"] == "cpu"
     stock, dtype, context = side.pop("stock"), side.pop("dtype"), options["context"]
     passes, clock = 1 if options["released"] else options["accumulation"], _Clock()
     if stock:
+        kinds: tuple[Any, Any] = GRPOConfig, GRPOTrainer
         os.environ["MASTER_PORT"] = "0"  # asks TRL for a free one: beside another run the usual one is taken
         if side.setdefault("use_vllm", True):
             side |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": options["utilization"]}
@@ -181,6 +205,9 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         if "deepspeed" in side:  # what its launcher would set
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     else:
+        from colo.trl import ColoGRPOConfig, ColoGRPOTrainer
+
+        kinds = ColoGRPOConfig, ColoGRPOTrainer
         side |= {
             "fast_inference": True,
             "colo_kv_cache_bytes": str(options["kv_cache"]),
@@ -195,7 +222,8 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
             if options["eager"] and options["engine"] == "vllm"
             else None,
         }
-    args = ColoGRPOConfig(
+    config, kind = kinds
+    args = config(
         f"{folder}/out",
         use_cpu=on_cpu,
         bf16=not on_cpu,
@@ -217,13 +245,15 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         **side,
     )
     prompts = [f"{a}+{b}=" for a in range(10) for b in range(10)]
-    kind = GRPOTrainer if stock else ColoGRPOTrainer
     with peak_device_bytes(torch.device(options["device"])) as peak:
         data = Dataset.from_dict({"prompt": prompts})
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear") if options["lora"] else None
-        trainer, ready_s = clocked(
-            lambda: kind(folder, [low_tokens], args, train_dataset=data, peft_config=lora, callbacks=[clock])
-        )
+
+        def made() -> Any:
+            model = _unsloths(folder, options) if _is_unsloths(name) else {"model": folder, "peft_config": lora}
+            return kind(reward_funcs=[low_tokens], args=args, train_dataset=data, callbacks=[clock], **model)
+
+        trainer, ready_s = clocked(made)
         synced_s = _time_syncs(trainer) if stock and args.use_vllm else []
         found = _longest(trainer, context) if context else trainer.train()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -251,6 +281,24 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         "reward": history[-1]["reward"],
         "mismatch": history[-1].get("sampling/sampling_logp_difference/mean"),
     }
+
+
+def _unsloths(folder: str, options: Mapping[str, Any]) -> Row:
+    """Start Unsloth's engine; returns what its trainer takes, the model on that engine's memory with an adapter."""
+    from unsloth import FastLanguageModel
+
+    os.chdir(Path(folder).parent)  # it writes each step's adapter where it runs
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        folder,
+        max_seq_length=64 + options["tokens"],
+        dtype=torch.bfloat16,
+        load_in_4bit=False,
+        fast_inference=True,
+        max_lora_rank=16,
+        gpu_memory_utilization=options["utilization"],
+        enforce_eager=options["eager"],
+    )
+    return {"model": FastLanguageModel.get_peft_model(model, r=16, lora_alpha=32), "processing_class": tokenizer}
 
 
 def _median_s(history: list[dict[str, float]], metric: str) -> float:

@@ -5,6 +5,7 @@ import subprocess
 import time
 from contextlib import suppress
 from datetime import UTC, date, datetime
+from textwrap import dedent
 
 import psutil
 import pytest
@@ -231,3 +232,18 @@ def test_a_process_of_its_own_ends_by_itself_once_its_calls_are_made():
         pid = process.submit(os.getpid).result()
         assert pid != os.getpid()
     assert not psutil.pid_exists(pid)
+
+
+def test_a_process_of_its_own_imports_a_module_before_all_that_it_patches(tmp_path, monkeypatch):
+    code = """
+        import os, sys
+        found = [name in sys.modules for name in ("torch", "transformers", "trl", "peft")], os.environ.get("EARLY")
+        def seen():
+            return found
+    """
+    (tmp_path / "early.py").write_text(dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    import early
+
+    with own_processes(first="early", environment={"EARLY": "yes"}) as process:
+        assert process.submit(early.seen).result() == ([True, False, False, False], "yes")

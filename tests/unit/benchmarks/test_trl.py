@@ -52,7 +52,7 @@ def ways(tmp_path, monkeypatch):
     """The sides that a call chooses, by name, without measuring them."""
     monkeypatch.setattr(trl, "_measured", lambda name, *_: {"way": name, "peak_bytes": None})
     monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
-    monkeypatch.setattr(trl, "own_processes", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(trl, "own_processes", lambda **_: ThreadPoolExecutor(1))
 
     def chosen(**options):
         record = Record("trl", "command")
@@ -113,3 +113,13 @@ def test_what_trl_takes_between_turns_is_its_update_with_sleep_and_wake_counted_
 def test_sides_that_are_none_are_refused_at_once(ways):
     with pytest.raises(ValueError, match="--sides 'flug' is in none of: colo's flag"):
         ways(device="cpu", sides="flug")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_unsloth_is_measured_where_it_is_asked_for_and_trains_an_adapter(ways, lora):
+    assert "Unsloth, standby" not in ways(device="cuda", sides="", lora=lora)
+    if lora:
+        assert ways(device="cuda", sides="Unsloth", lora=True) == ["Unsloth, standby"]
+    else:
+        with pytest.raises(ValueError, match=r"--sides 'Unsloth' is in none of: (?!.*Unsloth)"):
+            ways(device="cuda", sides="Unsloth", lora=False)
