@@ -317,6 +317,7 @@ def step() -> None:
     click.option("--batch", type=click.IntRange(min=1), default=32, help="Completions of a pass."),
     click.option("--tokens", type=click.IntRange(min=1), default=256, help="Of a completion, at the most."),
     click.option("--context", type=click.IntRange(min=256), help="Find the longest completion up to so many tokens."),
+    click.option("--from", "first", type=click.IntRange(min=0), default=0, help="Begin with so many, with --context."),
     click.option("--lora", is_flag=True, help="Train an adapter, r = 16, all linear layers."),
     click.option("--utilization", type=float, default=0.3, help="Share of the GPU that TRL's own modes sample with."),
     size_option("--kv-cache", default="8GiB", help="KV cache under the flag."),

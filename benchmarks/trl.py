@@ -10,8 +10,9 @@ side that fails, for want of memory say, has a row that says so. On a CPU the fl
 Unsloth's own trainer, in its standby, has a row where `--lora` is given and `--sides` asks for it.
 
 With `--context` completions are a fifth longer in each step, until one fails for want of memory, and `context` is the
-longest that a whole step took. Their first tokens are sampled, the others are drawn at random: every phase has what it
-has in a run, the engine room in its KV cache for a sequence of the full length, and no time goes into sampling them.
+longest that a whole step took; `--from` leaves shorter ones out. Their first tokens are sampled, the others are drawn
+at random: every phase has what it has in a run, the engine room in its KV cache for a sequence of the full length, and
+no time goes into sampling them.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
     ]
     if not chosen:
         raise ValueError(f"--sides {sides!r} is in none of: {'; '.join(possible)}")
+    if options["context"] and options["first"] > options["context"]:
+        raise ValueError(f"--from {options['first']} is more than --context {options['context']}")
     card_bytes = options["card"] if device == "cuda" else None
     with tempfile.TemporaryDirectory() as place:
         longest, model = 64 + (options["context"] or options["tokens"]), Path(place) / "model"
@@ -227,7 +230,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
         f"{folder}/out",
         use_cpu=on_cpu,
         bf16=not on_cpu,
-        max_steps=len(_lengths(context)) if context else options["steps"],
+        max_steps=len(_lengths(context, options["first"])) if context else options["steps"],
         per_device_train_batch_size=options["batch"],
         gradient_accumulation_steps=passes,
         max_grad_norm=0.0 if options["released"] else 1.0,
@@ -255,7 +258,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
 
         trainer, ready_s = clocked(made)
         synced_s = _time_syncs(trainer) if stock and args.use_vllm else []
-        found = _longest(trainer, context) if context else trainer.train()
+        found = _longest(trainer, _lengths(context, options["first"])) if context else trainer.train()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     if not stock:
         _to_close.append(trainer.colo)
@@ -307,14 +310,14 @@ def _median_s(history: list[dict[str, float]], metric: str) -> float:
     return statistics.median(values[2:] or values)
 
 
-def _lengths(context: int) -> list[int]:
-    """Lengths of completions up to `context` tokens, each 2 ** 0.25 times the one before it."""
-    return [round(context * 2 ** (-step / 4)) for step in range(16, -1, -1)]
+def _lengths(context: int, first: int) -> list[int]:
+    """Lengths of completions from `first` up to `context` tokens, each 2 ** 0.25 times the one before it."""
+    return [length for step in range(16, -1, -1) if (length := round(context * 2 ** (-step / 4))) >= first]
 
 
-def _lengthen(trainer: Any, context: int) -> list[int]:
+def _lengthen(trainer: Any, lengths: list[int]) -> list[int]:
     """Give the completions of each step the next length; return those of the steps that have begun, which grows."""
-    generation, began, left = trainer.vllm_generation, list[int](), iter(_lengths(context))
+    generation, began, left = trainer.vllm_generation, list[int](), iter(lengths)
     generate, vocabulary = generation.generate, len(trainer.processing_class)
     draw = random.Random(0)
 
@@ -332,9 +335,9 @@ def _lengthen(trainer: Any, context: int) -> list[int]:
     return began
 
 
-def _longest(trainer: Any, context: int) -> Row:
+def _longest(trainer: Any, lengths: list[int]) -> Row:
     """Train until memory does not suffice; return the longest `context` of a whole step, and how it has `ended`."""
-    began, why = _lengthen(trainer, context), None
+    began, why = _lengthen(trainer, lengths), None
     try:
         trainer.train()
     except (torch.OutOfMemoryError, BudgetError) as error:

@@ -16,20 +16,24 @@ FLAG = next(iter(trl.SIDES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("limit", "longest"), [(10**6, 256), (100, 91), (1, 0)])
-def test_the_longest_completion_is_the_last_that_a_whole_step_took(tmp_path, monkeypatch, limit, longest):
+@pytest.mark.parametrize(("first", "limit", "longest"), [(200, 10**6, 256), (0, 100, 91), (0, 1, 0)])
+def test_the_longest_completion_is_the_last_that_a_whole_step_took(tmp_path, monkeypatch, first, limit, longest):
+    lengths = []
+
     def fails(completions, completion_ids, **_):
+        lengths.append(len(completion_ids[0]))
         if len(completion_ids[0]) > limit:
             raise torch.OutOfMemoryError("no memory\nand where it went")
         return [float(len(ids)) for ids in completion_ids]
 
     monkeypatch.setattr(trl, "low_tokens", fails)
     words = ["--device", "cpu", "--engine", "torch", "--batch", "1", "--accumulation", "2", "--kv-cache", "64MiB"]
-    options = app.commands["trl"].make_context("trl", [*words, "--context", "256"]).params
+    options = app.commands["trl"].make_context("trl", [*words, "--context", "256", "--from", str(first)]).params
     row = trl._measured(FLAG, str(trl._checkpoint("0.6b", "cpu", tmp_path / "model", 512)), options)
     trl._to_close.pop().close()
     gc.collect()
     assert (row["context"], row["ended"]) == (longest, None if limit > 256 else "no memory")
+    assert lengths[0] == (215 if first else 16)
 
 
 def test_a_side_that_lacks_memory_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
@@ -43,7 +47,7 @@ def test_a_side_that_lacks_memory_is_a_row_and_the_others_go_on(tmp_path, monkey
     monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
     monkeypatch.setattr(trl, "own_processes", lambda: ThreadPoolExecutor(1))
     record = Record("trl", "command")
-    trl.run(record, shape="8b", device="cpu", sides="", card=None, context=None, tokens=8, lora=False)
+    trl.run(record, shape="8b", device="cpu", sides="", card=None, context=None, first=0, tokens=8, lora=False)
     assert record.rows == [{"way": FLAG, "failed": "no memory"}, {"way": "other", "peak_bytes": 8}]
 
 
@@ -56,7 +60,7 @@ def ways(tmp_path, monkeypatch):
 
     def chosen(**options):
         record = Record("trl", "command")
-        trl.run(record, shape="8b", **{"card": None, "context": None, "tokens": 8, "lora": False} | options)
+        trl.run(record, shape="8b", **{"card": None, "context": None, "first": 0, "tokens": 8, "lora": False} | options)
         return [row["way"] for row in record.rows]
 
     return chosen
@@ -113,6 +117,11 @@ def test_what_trl_takes_between_turns_is_its_update_with_sleep_and_wake_counted_
 def test_sides_that_are_none_are_refused_at_once(ways):
     with pytest.raises(ValueError, match="--sides 'flug' is in none of: colo's flag"):
         ways(device="cpu", sides="flug")
+
+
+def test_completions_that_begin_longer_than_they_end_are_refused_at_once(ways):
+    with pytest.raises(ValueError, match="--from 600 is more than --context 512"):
+        ways(device="cpu", sides="", context=512, first=600)
 
 
 @pytest.mark.parametrize("lora", [False, True])
