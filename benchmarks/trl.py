@@ -12,7 +12,7 @@ Unsloth's own trainer, in its standby, has a row where `--lora` is given and `--
 With `--context` completions are a fifth longer in each step, until one fails for want of memory, and `context` is the
 longest that a whole step took; `--from` leaves shorter ones out. Their first tokens are sampled, the others are drawn
 at random: every phase has what it has in a run, the engine room in its KV cache for a sequence of the full length, and
-no time goes into sampling them.
+no time goes into sampling them. A side that is cut off, by `--minutes` say, has a row of what it had reached.
 """
 
 from __future__ import annotations
@@ -108,10 +108,12 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
     card_bytes = options["card"] if device == "cuda" else None
     with tempfile.TemporaryDirectory() as place:
         longest, model = 64 + (options["context"] or options["tokens"]), Path(place) / "model"
+        reached = _reached(str(model))
         with own_processes() as process:  # this one uses no GPU: what it took would be counted
             folder = process.submit(_checkpoint, shape, device, model, max(4096, longest)).result()
         for name in chosen:
             record.tell(name)
+            reached.unlink(missing_ok=True)
             environment = UNSLOTH | {"UNSLOTH_COMPILE_LOCATION": f"{place}/unsloth"}
             own = own_processes(first="unsloth", environment=environment) if _is_unsloths(name) else own_processes()
             with _others(card_bytes) if card_bytes else nullcontext(0) as held_bytes, own as process:
@@ -121,6 +123,10 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
                     traceback.print_exc()
                     record.add({"way": name, "failed": str(error).partition("\n")[0] or type(error).__name__})
                     continue
+                except BaseException:
+                    if reached.exists():
+                        record.add({"way": name, "context": int(reached.read_text()), "ended": "cut off"})
+                    raise
                 record.add(row | {"peak_bytes": row["peak_bytes"] and row["peak_bytes"] - held_bytes})
                 process.submit(_end)  # the row is kept, whatever becomes of this
 
@@ -258,7 +264,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
 
         trainer, ready_s = clocked(made)
         synced_s = _time_syncs(trainer) if stock and args.use_vllm else []
-        found = _longest(trainer, _lengths(context, options["first"])) if context else trainer.train()
+        found = _longest(trainer, _lengths(context, options["first"]), _reached(folder)) if context else trainer.train()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     if not stock:
         _to_close.append(trainer.colo)
@@ -315,7 +321,12 @@ def _lengths(context: int, first: int) -> list[int]:
     return [length for step in range(16, -1, -1) if (length := round(context * 2 ** (-step / 4))) >= first]
 
 
-def _lengthen(trainer: Any, lengths: list[int]) -> list[int]:
+def _reached(folder: str) -> Path:
+    """The file with the longest completions of a whole step so far, beside the model's `folder`."""
+    return Path(folder).parent / "reached"
+
+
+def _lengthen(trainer: Any, lengths: list[int], reached: Path) -> list[int]:
     """Give the completions of each step the next length; return those of the steps that have begun, which grows."""
     generation, began, left = trainer.vllm_generation, list[int](), iter(lengths)
     generate, vocabulary = generation.generate, len(trainer.processing_class)
@@ -323,6 +334,8 @@ def _lengthen(trainer: Any, lengths: list[int]) -> list[int]:
 
     def lengthened(*args: Any, **given: Any) -> tuple[Any, ...]:
         prompts, completions, logprobs, tokens, *rest = generate(*args, **given)
+        if began:
+            reached.write_text(str(began[-1]))
         began.append(next(left))
         for row, row_logprobs, row_tokens in zip(completions, logprobs, tokens, strict=True):
             more = [draw.randrange(vocabulary) for _ in range(began[-1] - len(row))]
@@ -335,9 +348,9 @@ def _lengthen(trainer: Any, lengths: list[int]) -> list[int]:
     return began
 
 
-def _longest(trainer: Any, lengths: list[int]) -> Row:
+def _longest(trainer: Any, lengths: list[int], reached: Path) -> Row:
     """Train until memory does not suffice; return the longest `context` of a whole step, and how it has `ended`."""
-    began, why = _lengthen(trainer, lengths), None
+    began, why = _lengthen(trainer, lengths, reached), None
     try:
         trainer.train()
     except (torch.OutOfMemoryError, BudgetError) as error:

@@ -34,6 +34,25 @@ def test_the_longest_completion_is_the_last_that_a_whole_step_took(tmp_path, mon
     gc.collect()
     assert (row["context"], row["ended"]) == (longest, None if limit > 256 else "no memory")
     assert lengths[0] == (215 if first else 16)
+    assert not limit > 1 or int((tmp_path / "reached").read_text()) == (215 if first else longest)
+
+
+def test_a_side_that_is_cut_off_has_a_row_of_what_it_had_reached(tmp_path, monkeypatch):
+    def measured(name, folder, options):
+        if name == FLAG:
+            return {"way": name, "context": 128, "peak_bytes": None}
+        (tmp_path / "reached").write_text("64")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trl, "SIDES", {FLAG: {"stock": False}, "other": {"stock": False}})
+    monkeypatch.setattr(trl, "_measured", measured)
+    monkeypatch.setattr(trl, "_reached", lambda _: tmp_path / "reached")
+    monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
+    monkeypatch.setattr(trl, "own_processes", lambda: ThreadPoolExecutor(1))
+    record = Record("trl", "command")
+    with pytest.raises(KeyboardInterrupt):
+        trl.run(record, shape="8b", device="cpu", sides="", card=None, context=256, first=0, tokens=8, lora=False)
+    assert record.rows[1:] == [{"way": "other", "context": 64, "ended": "cut off"}]
 
 
 def test_a_side_that_lacks_memory_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
