@@ -55,6 +55,7 @@ SIDES: dict[str, Row] = {
     },
     "TRL with DeepSpeed's ZeRO-Offload": {
         "stock": True,
+        "asked": "ZeRO",
         "dtype": "bfloat16",
         "deepspeed": {
             "bf16": {"enabled": True},
@@ -70,14 +71,14 @@ SIDES: dict[str, Row] = {
     },
     "Unsloth, standby": {
         "stock": True,
+        "asked": "Unsloth",
         "dtype": None,  # its engine's
         "optim": "adamw_torch_fused",  # here and below TRL's defaults, for which Unsloth has others
         "weight_decay": 0.0,
         "vllm_importance_sampling_correction": True,
     },
 }
-BY_NAME_ALONE = ("ZeRO", "Unsloth")
-"""What `--sides` says for sides that need packages of their own."""
+"""Settings of each way. One that needs packages of its own is chosen where `--sides` has what is `asked`."""
 
 UNSLOTH = {
     "UNSLOTH_VLLM_STANDBY": "1",
@@ -98,13 +99,11 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
         and (not options["context"] or side.get("use_vllm", True))  # it lengthens what vLLM has sampled
         and (not _is_unsloths(name) or (options["lora"] and not options["context"]))
     ]
-    chosen = [
-        name for name in possible if sides in name and all(word in sides for word in BY_NAME_ALONE if word in name)
-    ]
+    chosen = [name for name in possible if sides in name and SIDES[name].get("asked", "") in sides]
     if not chosen:
         raise ValueError(f"--sides {sides!r} is in none of: {'; '.join(possible)}")
-    if options["context"] and options["first"] > options["context"]:
-        raise ValueError(f"--from {options['first']} is more than --context {options['context']}")
+    if options["first"] > (options["context"] or 0):
+        raise ValueError(f"--from {options['first']} wants a --context that is as long at least")
     card_bytes = options["card"] if device == "cuda" else None
     with tempfile.TemporaryDirectory() as place:
         longest, model = 64 + (options["context"] or options["tokens"]), Path(place) / "model"
@@ -203,6 +202,7 @@ def _measured(name: str, folder: str, options: Mapping[str, Any]) -> Row:
 
     side, on_cpu = dict(SIDES[name]), options["device"] == "cpu"
     stock, dtype, context = side.pop("stock"), side.pop("dtype"), options["context"]
+    side.pop("asked", None)
     passes, clock = 1 if options["released"] else options["accumulation"], _Clock()
     if stock:
         kinds: tuple[Any, Any] = GRPOConfig, GRPOTrainer

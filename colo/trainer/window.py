@@ -43,8 +43,8 @@ NUM_SLOTS = 3  # ranges on the device at once: one comes, one is stepped, one le
 
 RANGE_BYTES = 128 * MIB
 """State of a range. On an H100 ranges of 32 to 256 MiB are stepped at the speed of the bus; at 16 MiB Python bounds
-the step, at 512 MiB too few ranges are under way to overlap. Of state on the device, and where gradients are released
-by a backward pass, which Python queues as well, it would bound ranges of 64 MiB."""
+the step, at 512 MiB too few ranges are under way to overlap. It bounds ranges of 64 MiB, too, where state
+stays on the device, and where gradients are released: it queues the backward pass as well."""
 
 
 @dataclass(eq=False)
