@@ -31,8 +31,9 @@ from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.memory.storage import is_dtensor, local_bytes, local_shard, storage_key
 from colo.phases.phase import ENGINE_KV_CACHE, Segment
-from colo.planning.estimate import SAMPLER_BYTES_PER_LOGIT
+from colo.planning.estimate import ENGINE_RESIDUAL_BYTES, SAMPLER_BYTES_PER_LOGIT, engine_bytes
 from colo.planning.kv_cache import layer_caches
+from colo.planning.model_shape import ModelShape
 from colo.runtime import Runtime
 from colo.runtime.lifetime import check_free, collect_dropped, end_runtime_of
 from colo.trainer.optimizers import MegatronOptimizers, as_torch, parameters_of
@@ -493,21 +494,24 @@ class EngineRequest:
         weights_bytes = beside_bytes + _weights_bytes(model, self.dtype, packed=packed)
         size_bytes = self.config.kv_cache_bytes
         if not size_bytes:
-            left_bytes = self.capacity_bytes - weights_bytes - self._sampler_bytes(model, kind)
+            left_bytes = self.capacity_bytes - weights_bytes - self._started_bytes(model, kind)
             size_bytes = _default_kv_bytes(model, self.dtype, left_bytes, self.device)
         _admit(weights_bytes, size_bytes, self.capacity_bytes)
         return size_bytes
 
-    def _sampler_bytes(self, model: Any, kind: str) -> int:
-        """Bytes for the warm-up of vLLM's sampler beside the KV cache, with as many sequences as it may ever run."""
+    def _started_bytes(self, model: Any, kind: str) -> int:
+        """Bytes that vLLM takes as it starts, beside weights and KV cache: what it keeps, and its warm-up."""
         if kind != "vllm" or self.device.type != "cuda":
             return 0
         from colo.engines.vllm.client import start
-        from colo.engines.vllm.compat import most_sequences
+        from colo.engines.vllm.compat import most_at_once
 
-        start.import_apart()  # before `most_sequences` imports it
-        vocab_size: int = model.config.get_text_config().vocab_size
-        return most_sequences(self.engine_options) * vocab_size * SAMPLER_BYTES_PER_LOGIT
+        start.import_apart()  # before `most_at_once` imports it
+        tokens, sequences = most_at_once(self.engine_options)
+        shape, dtype_bytes = ModelShape.of(model), self.dtype.itemsize
+        return ENGINE_RESIDUAL_BYTES + engine_bytes(
+            shape, tokens, sequences, dtype_bytes=dtype_bytes, bytes_per_logit=SAMPLER_BYTES_PER_LOGIT
+        )
 
 
 def _weights_bytes(model: Any, dtype: torch.dtype, *, packed: bool) -> int:

@@ -398,7 +398,11 @@ def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
 
 def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
     shape.check_tp(w.tp)
-    warm_up, workspace = (_engine_bytes(shape, w, size) for size in (SAMPLER_BYTES_PER_LOGIT, SAMPLED_BYTES_PER_LOGIT))
+    tokens, whole = min(ENGINE_BATCH_TOKENS, w.generations * w.context), _whole_matrix_bytes(shape, w, training=False)
+    warm_up, workspace = (
+        whole + engine_bytes(shape, tokens, w.generations, dtype_bytes=w.dtype_bytes, tp=w.tp, bytes_per_logit=size)
+        for size in (SAMPLER_BYTES_PER_LOGIT, SAMPLED_BYTES_PER_LOGIT)
+    )
     activations = _activation_bytes(shape, w)
     state = trainer_state(shape, w)
     window = window_bytes(shape, w)
@@ -449,19 +453,20 @@ def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:
     return away
 
 
-def _engine_bytes(shape: ModelShape, w: Workload, bytes_per_logit: int) -> int:
-    """The engine's workspace: the larger of one step and of the sampler over all sequences.
+def engine_bytes(
+    shape: ModelShape, tokens: int, sequences: int, *, dtype_bytes: int, tp: int = 1, bytes_per_logit: int
+) -> int:
+    """The engine's workspace: the larger of one step of `tokens` and of the sampler over all `sequences`.
 
     A step holds queries, keys and values and the MLP's three intermediates, going in and coming out.
     """
-    heads = (shape.num_heads // w.tp + shape.local_kv_heads(w.tp)) * shape.head_dim
-    dense, routed = shape.mlp_widths(w.tp)
-    shared = shape.shared_intermediate_size // w.tp
+    heads = (shape.num_heads // tp + shape.local_kv_heads(tp)) * shape.head_dim
+    dense, routed = shape.mlp_widths(tp)
+    shared = shape.shared_intermediate_size // tp
     width = max(3 * dense, 3 * (routed + shared) + shape.experts_per_token * shape.hidden_size)
     mixed = max(heads, 2 * shape.mixer_width)
-    step = min(ENGINE_BATCH_TOKENS, w.generations * w.context) * 2 * w.dtype_bytes * (mixed + width)
-    sampler = w.generations * shape.vocab_size * bytes_per_logit
-    return max(step, sampler) + _whole_matrix_bytes(shape, w, training=False)
+    step = tokens * 2 * dtype_bytes * (mixed + width)
+    return max(step, sequences * shape.vocab_size * bytes_per_logit)
 
 
 def _activation_bytes(shape: ModelShape, w: Workload) -> int:

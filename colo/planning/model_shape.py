@@ -64,7 +64,48 @@ class ModelShape:
         check_sizes(text if isinstance(text, Mapping) else {})
         model = build_on_meta(config)
         others = tuple(key for key in ("vision_config", "audio_config") if isinstance(text, Mapping) and key in config)
-        return _measure(model, uncounted=others)
+        return cls.of(model, uncounted=others)
+
+    @classmethod
+    def of(cls, model: Any, *, uncounted: tuple[str, ...] = ()) -> ModelShape:
+        """Measure a model of transformers, on any device. Raises: `Unsupported` where its layers are not known."""
+        text = model.config.get_text_config(decoder=True)
+        unknown = Unsupported(
+            f"cannot plan a model of type {text.model_type!r}: colo does not know what its layers cache"
+        )
+        groups = tensor_groups(model)
+        try:
+            caches, layers = layer_caches(model), decoder_layers(model)
+        except Exception as error:  # whatever comes of modules that are built otherwise than any that are known
+            raise unknown from error
+        if not caches:
+            raise unknown
+        attention = [cache for cache in caches if cache.num_heads]
+        widths = [mlp_widths(layer, text.hidden_size) for layer in layers]
+        experts = [module for module in model.modules() if packed_experts(module)]
+        limits = [limit for key in _POSITIONS if isinstance(limit := getattr(text, key, None), int) and limit > 0]
+        return cls(
+            model_type=text.model_type,
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            num_layers=len(layers),
+            num_heads=text.num_attention_heads if attention else 0,
+            num_kv_heads=max((cache.num_heads for cache in attention), default=0),
+            head_dim=max((cache.key_size for cache in attention), default=0),
+            intermediate_size=max((dense for dense, routed in widths if not routed), default=0),
+            qk_norm=any(norms_queries(name) for name, _ in model.named_parameters()),
+            norms_per_layer=max((num_norms(layer, text.hidden_size) for layer in layers), default=0),
+            num_moe_layers=sum(routed > 0 for _, routed in widths),
+            num_experts=max((packed_experts(each)[0].shape[0] for each in experts), default=0),
+            experts_per_token=_experts_per_token(text) if experts else 0,
+            moe_intermediate_size=max((routed for _, routed in widths), default=0),
+            shared_intermediate_size=max((dense for dense, routed in widths if routed), default=0),
+            mixer_width=max((group.shape[0] for group in groups if group.module == "mixer"), default=0),
+            max_context=min(limits, default=None),
+            uncounted=uncounted,
+            groups=groups,
+            caches=caches,
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -277,44 +318,6 @@ def build_on_meta(config: Mapping[str, object]) -> Any:
         reason = " ".join(words.split()) or type(error).__name__
         raise ValueError(f"transformers cannot build a {kind} of this model config: {reason}") from error
     raise Unsupported(f"cannot plan a model of type {kind!r}: transformers has no causal language model of it")
-
-
-def _measure(model: Any, uncounted: tuple[str, ...]) -> ModelShape:
-    text = model.config.get_text_config(decoder=True)
-    unknown = Unsupported(f"cannot plan a model of type {text.model_type!r}: colo does not know what its layers cache")
-    groups = tensor_groups(model)
-    try:
-        caches, layers = layer_caches(model), decoder_layers(model)
-    except Exception as error:  # whatever comes of modules that are built otherwise than any that are known
-        raise unknown from error
-    if not caches:
-        raise unknown
-    attention = [cache for cache in caches if cache.num_heads]
-    widths = [mlp_widths(layer, text.hidden_size) for layer in layers]
-    experts = [module for module in model.modules() if packed_experts(module)]
-    limits = [limit for key in _POSITIONS if isinstance(limit := getattr(text, key, None), int) and limit > 0]
-    return ModelShape(
-        model_type=text.model_type,
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
-        num_layers=len(layers),
-        num_heads=text.num_attention_heads if attention else 0,
-        num_kv_heads=max((cache.num_heads for cache in attention), default=0),
-        head_dim=max((cache.key_size for cache in attention), default=0),
-        intermediate_size=max((dense for dense, routed in widths if not routed), default=0),
-        qk_norm=any(norms_queries(name) for name, _ in model.named_parameters()),
-        norms_per_layer=max((num_norms(layer, text.hidden_size) for layer in layers), default=0),
-        num_moe_layers=sum(routed > 0 for _, routed in widths),
-        num_experts=max((packed_experts(each)[0].shape[0] for each in experts), default=0),
-        experts_per_token=_experts_per_token(text) if experts else 0,
-        moe_intermediate_size=max((routed for _, routed in widths), default=0),
-        shared_intermediate_size=max((dense for dense, routed in widths if routed), default=0),
-        mixer_width=max((group.shape[0] for group in groups if group.module == "mixer"), default=0),
-        max_context=min(limits, default=None),
-        uncounted=uncounted,
-        groups=groups,
-        caches=caches,
-    )
 
 
 def _experts_per_token(config: Any) -> int:

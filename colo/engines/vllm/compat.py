@@ -221,17 +221,19 @@ def rank_limit(rank: int) -> int:
     return next((limit for limit in (8, 16, 32, 64, 128, 256, 320, 512) if limit >= rank), rank)
 
 
-def most_sequences(options: Mapping[str, Any]) -> int:
-    """Sequences that `vllm.LLM(**options)` runs at once, by default of vLLM's choice for the device (256 or 1,024)."""
-    # vLLM: 0.26 to 0.33; no ticket. Delete when the warm-up of the sampler is part of what a KV cache is sized beside.
+def most_at_once(options: Mapping[str, Any]) -> tuple[int, int]:
+    """Tokens of a step and sequences that `vllm.LLM(**options)` runs at once, by default of vLLM's choice for the
+    device: 8,192 and 256, or 16,384 and 1,024.
+    """
+    # vLLM: 0.26 to 0.33; no ticket. Delete when its warm-up is part of what a KV cache is sized beside.
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    if (given := options.get("max_num_seqs")) is not None:
-        return int(given)
-    _, num_sequences = EngineArgs.get_batch_defaults(world_size=1)
-    most: int = num_sequences[UsageContext.LLM_CLASS] * (2 if options.get("performance_mode") == "throughput" else 1)
-    return min(most, int(options.get("max_num_batched_tokens") or most))
+    more = 2 if options.get("performance_mode") == "throughput" else 1
+    defaults = (by_usage[UsageContext.LLM_CLASS] * more for by_usage in EngineArgs.get_batch_defaults(world_size=1))
+    given = (options.get(name) for name in ("max_num_batched_tokens", "max_num_seqs"))
+    tokens, sequences = (int(own or default) for own, default in zip(given, defaults, strict=True))
+    return tokens, min(sequences, tokens)
 
 
 _clients: weakref.WeakSet[Any] = weakref.WeakSet()

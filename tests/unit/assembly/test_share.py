@@ -23,7 +23,7 @@ from colo.engines.torch import TorchEngine
 from colo.engines.vllm.client import start
 from colo.errors import TransferError
 from colo.memory.offload import Mover
-from colo.planning.estimate import SAMPLER_BYTES_PER_LOGIT
+from colo.planning.estimate import ENGINE_RESIDUAL_BYTES, SAMPLER_BYTES_PER_LOGIT
 from colo.runtime import Runtime, construction, lifetime, turns
 from colo.runtime import runtime as runtime_module
 from colo.runtime.lifetime import KEEPER, collect_dropped
@@ -78,25 +78,49 @@ def test_layers_that_share_a_module_are_named_with_what_to_change(path, kind, lo
             assert rt.transport.name == "shared"
 
 
-@pytest.mark.parametrize("max_num_seqs", [16, 256, 1024])
-def test_the_default_kv_cache_leaves_vllms_sampler_its_room(max_num_seqs, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "warm_up_bytes"),
+    [
+        (4096, 8, 4096 * 2 * 2 * (512 + 3 * 2048)),  # queries, keys and values, an MLP's intermediates, in and out
+        (4096, 1024, 1024 * 151936 * SAMPLER_BYTES_PER_LOGIT),  # more than that step
+        (16384, 8, 16384 * 2 * 2 * (512 + 3 * 2048)),
+    ],
+)
+def test_the_default_kv_cache_leaves_vllm_what_it_starts_in(tokens, sequences, warm_up_bytes, monkeypatch):
     imports = []
     monkeypatch.setattr(start, "import_apart", lambda: imports.append("apart"))
     sizes = {"vocab_size": 151936, "num_hidden_layers": 96, "head_dim": 128, "max_position_embeddings": 4096}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 2048}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(qwen3(**sizes))
-    options = {"max_num_seqs": max_num_seqs}
+        model = AutoModelForCausalLM.from_config(qwen3(**sizes, **heads))
+    options = {"max_num_batched_tokens": tokens, "max_num_seqs": sequences}
     cuda = torch.device("cuda", 0)
-    request = EngineRequest("any", cuda, torch.bfloat16, RuntimeConfig(), 8 * GIB, None, options)
-    weights_bytes = 2 * sum(p.numel() for p in model.parameters())
-    sampler_bytes = max_num_seqs * 151936 * SAMPLER_BYTES_PER_LOGIT
-    left_bytes = 8 * GIB - weights_bytes - sampler_bytes
-    assert request.kv_cache_bytes(model, "vllm") == int(0.9 * left_bytes)
+    request = EngineRequest("any", cuda, torch.bfloat16, RuntimeConfig(), 12 * GIB, None, options)
+    left_bytes = 12 * GIB - 2 * sum(p.numel() for p in model.parameters())
+    assert request.kv_cache_bytes(model, "torch") == int(0.9 * left_bytes), "which has no warm-up"
+    assert request.kv_cache_bytes(model, "vllm") == int(0.9 * (left_bytes - ENGINE_RESIDUAL_BYTES - warm_up_bytes))
     assert imports == ["apart"], "or vLLM keeps the frames of whoever builds an engine"
-    assert request.kv_cache_bytes(model, "torch") == int(0.9 * (left_bytes + sampler_bytes)), "which has no warm-up"
     given = replace(request, config=RuntimeConfig(kv_cache_bytes=MIB))
     assert given.kv_cache_bytes(model, "vllm") == MIB
     assert imports == ["apart"], "what is given is not computed"
+
+
+def test_the_default_kv_cache_of_8b_lets_vllm_start_on_24_gib(monkeypatch):
+    monkeypatch.setattr(start, "import_apart", lambda: None)
+    sizes = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(qwen3(tie_word_embeddings=False, **sizes, **heads))
+    free_bytes = int(23.33 * GIB)  # of 24, as vLLM 0.26 saw it on an H200
+    options = {"max_num_batched_tokens": 4096, "max_num_seqs": 8}
+    capacity_bytes = int(0.97 * free_bytes)
+    request = EngineRequest(
+        "any", torch.device("cuda", 0), torch.bfloat16, RuntimeConfig(), capacity_bytes, None, options
+    )
+    weights_bytes = 2 * sum(p.numel() for p in model.parameters())
+    taken_bytes = int(2.7 * GIB)  # there, before its KV cache
+    spare_bytes = free_bytes - weights_bytes - taken_bytes - request.kv_cache_bytes(model, "vllm")
+    assert 0.5 * GIB < spare_bytes < 0.75 * GIB, "in which CUDA graphs are captured"
 
 
 def test_an_engine_is_started_for_a_model_with_an_adapter():

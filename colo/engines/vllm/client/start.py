@@ -311,7 +311,7 @@ def told_start(*, own_process: bool, kv_cache_bytes: int = 0) -> Iterator[Callab
     """Say that vLLM is being started, where its log is, and how long it has taken.
 
     Yields what says, later, where the log is and which error of this vLLM it ends with; a failing start has that
-    noted, and where its KV cache of `kv_cache_bytes` is too small, what to raise.
+    noted, and where its KV cache of `kv_cache_bytes` is too small or too large, what to change.
     """
     path = log_file() if _is_ours() and (own_process or _logs_here()) else None
     # an earlier engine's errors are before this byte
@@ -331,11 +331,18 @@ def told_start(*, own_process: bool, kv_cache_bytes: int = 0) -> Iterator[Callab
     except Exception as error:
         if (said := log_says()) is not None:
             error.add_note(said)
-        if "increasing `gpu_memory_utilization`" in f"{error} {said}":  # which has no part in it here
+        words = f"{error} {said}"
+        if "increasing `gpu_memory_utilization`" in words:  # which has no part in it here
             error.add_note(
                 f"the KV cache has {format_bytes(kv_cache_bytes)}, of which vLLM gives a sequence whole blocks of "
                 "tokens: raise kv_cache_bytes (colo_kv_cache_bytes under TRL's flag), or lower a max_model_len that "
                 "was given; colo plan says what a token takes"
+            )
+        elif "out of memory" in words:
+            error.add_note(
+                f"vLLM needs memory beside the weights and the KV cache of {format_bytes(kv_cache_bytes)} to start in: "
+                "lower kv_cache_bytes (colo_kv_cache_bytes under TRL's flag), or the engine's options "
+                "max_num_batched_tokens and max_num_seqs"
             )
         raise
     log.logger.info("vLLM has started, in %.0f s", time.monotonic() - start_s)

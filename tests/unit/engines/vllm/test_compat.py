@@ -27,16 +27,16 @@ def test_lora_buffers_of_a_worker_leave_the_tables_and_those_of_others_stay(monk
         assert len(module.unrelated) == 1
 
 
-def test_sequences_at_once_are_those_given_or_vllms_own():
+def test_what_runs_at_once_is_what_is_given_or_vllms_own():
     vllm = pytest.importorskip("vllm.engine.arg_utils")
     from vllm.usage.usage_lib import UsageContext
 
-    _, by_usage = vllm.EngineArgs.get_batch_defaults(world_size=1)
-    own = by_usage[UsageContext.LLM_CLASS]
-    assert compat.most_sequences({}) == compat.most_sequences({"max_num_seqs": None}) == own > 4
-    assert compat.most_sequences({"performance_mode": "throughput"}) == 2 * own
-    assert compat.most_sequences({"max_num_batched_tokens": 4}) == 4, "a step has a token of each"
-    assert compat.most_sequences({"max_num_seqs": 3, "performance_mode": "throughput"}) == 3
+    tokens, sequences = (each[UsageContext.LLM_CLASS] for each in vllm.EngineArgs.get_batch_defaults(world_size=1))
+    assert compat.most_at_once({}) == compat.most_at_once({"max_num_seqs": None}) == (tokens, sequences)
+    assert tokens > sequences > 4
+    assert compat.most_at_once({"performance_mode": "throughput"}) == (2 * tokens, 2 * sequences)
+    assert compat.most_at_once({"max_num_batched_tokens": 4}) == (4, 4), "a step has a token of each"
+    assert compat.most_at_once({"max_num_seqs": 3, "performance_mode": "throughput"}) == (2 * tokens, 3)
 
 
 @pytest.mark.parametrize("seed", [None, 5])

@@ -120,6 +120,18 @@ def test_a_cache_that_holds_nothing_is_said_to_need_kv_cache_bytes(tmp_path, in_
     assert "raise kv_cache_bytes (colo_kv_cache_bytes under TRL's flag)" in caught.value.__notes__[-1]
 
 
+@pytest.mark.parametrize("in_log", [True, False], ids=["in the log", "raised"])
+def test_a_cache_that_leaves_vllm_no_room_to_start_is_said_to_be_too_large(tmp_path, in_log):
+    words = "CUDA out of memory. Tried to allocate 192.00 MiB."
+    with pytest.raises(RuntimeError) as caught, vllm_log.told_start(own_process=True, kv_cache_bytes=3 << 30):
+        if in_log:
+            (tmp_path / "vllm.log").write_text(LINE.format("ERROR", f"torch.OutOfMemoryError: {words}"))
+        raise RuntimeError("Engine core initialization failed") if in_log else torch.OutOfMemoryError(words)
+    note = caught.value.__notes__[-1]
+    assert note.startswith("vLLM needs memory beside the weights and the KV cache of 3.00 GiB to start in: lower ")
+    assert "kv_cache_bytes (colo_kv_cache_bytes under TRL's flag)" in note
+
+
 def test_an_engine_that_dies_later_has_its_own_last_error_said(tmp_path):
     path = tmp_path / "vllm.log"
     path.write_text(LINE.format("ERROR", "ValueError: of another engine"))
