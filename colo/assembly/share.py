@@ -31,7 +31,7 @@ from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.memory.storage import is_dtensor, local_bytes, local_shard, storage_key
 from colo.phases.phase import ENGINE_KV_CACHE, Segment
-from colo.planning.estimate import ENGINE_RESIDUAL_BYTES, SAMPLER_BYTES_PER_LOGIT, engine_bytes
+from colo.planning.estimate import RESIDUAL_BYTES, SAMPLER_BYTES_PER_LOGIT, engine_bytes
 from colo.planning.kv_cache import layer_caches
 from colo.planning.model_shape import ModelShape
 from colo.runtime import Runtime
@@ -492,15 +492,16 @@ class EngineRequest:
         Raises: `BudgetError` when they do not fit.
         """
         weights_bytes = beside_bytes + _weights_bytes(model, self.dtype, packed=packed)
-        size_bytes = self.config.kv_cache_bytes
+        size_bytes, started_bytes = self.config.kv_cache_bytes, 0
         if not size_bytes:
-            left_bytes = self.capacity_bytes - weights_bytes - self._started_bytes(model, kind)
+            started_bytes = self._started_bytes(model, kind)
+            left_bytes = self.capacity_bytes - weights_bytes - started_bytes
             size_bytes = _default_kv_bytes(model, self.dtype, left_bytes, self.device)
-        _admit(weights_bytes, size_bytes, self.capacity_bytes)
+        _admit(weights_bytes, size_bytes, self.capacity_bytes, started_bytes=started_bytes)
         return size_bytes
 
     def _started_bytes(self, model: Any, kind: str) -> int:
-        """Bytes that vLLM takes as it starts, beside weights and KV cache: what it keeps, and its warm-up."""
+        """Bytes beside weights and KV cache as vLLM starts, as `colo plan` has them: what stays, and its warm-up."""
         if kind != "vllm" or self.device.type != "cuda":
             return 0
         from colo.engines.vllm.client import start
@@ -509,7 +510,7 @@ class EngineRequest:
         start.import_apart()  # before `most_at_once` imports it
         tokens, sequences = most_at_once(self.engine_options)
         shape, dtype_bytes = ModelShape.of(model), self.dtype.itemsize
-        return ENGINE_RESIDUAL_BYTES + engine_bytes(
+        return RESIDUAL_BYTES + engine_bytes(
             shape, tokens, sequences, dtype_bytes=dtype_bytes, bytes_per_logit=SAMPLER_BYTES_PER_LOGIT
         )
 
@@ -544,13 +545,15 @@ def _kv_bytes_per_token(model: Any, dtype: torch.dtype) -> int:
     return sum(size or stand_in for size in sizes) or text.num_hidden_layers * stand_in
 
 
-def _admit(weights_bytes: int, kv_cache_bytes: int, capacity_bytes: int) -> None:
-    if weights_bytes + kv_cache_bytes > capacity_bytes:
+def _admit(weights_bytes: int, kv_cache_bytes: int, capacity_bytes: int, *, started_bytes: int) -> None:
+    needed_bytes = weights_bytes + kv_cache_bytes + started_bytes
+    if needed_bytes > capacity_bytes:
+        beside = f" beside {format_bytes(started_bytes)} that vLLM starts in" if started_bytes else ""
         raise BudgetError(
             f"weights of {format_bytes(weights_bytes)} and a KV cache of {format_bytes(kv_cache_bytes)} do not fit in "
-            f"{format_bytes(capacity_bytes)}: pass a smaller kv_cache_bytes, a smaller model, or raise "
+            f"{format_bytes(capacity_bytes)}{beside}: pass a smaller kv_cache_bytes, a smaller model, or raise "
             "device_limit_bytes (`colo plan MODEL` shows what fits)",
-            needed_bytes=weights_bytes + kv_cache_bytes,
+            needed_bytes=needed_bytes,
             free_bytes=capacity_bytes,
         )
 

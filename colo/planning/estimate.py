@@ -45,6 +45,7 @@ RANGE_BYTES, NUM_SLOTS = 128 * MIB, 3
 # Left resident by vLLM 0.26 asleep (context, CUDA graphs, workspaces), measured: Qwen3-8B on an H200.
 ENGINE_RESIDUAL_BYTES = round(1.4 * GIB)
 TRAINER_RESIDUAL_BYTES = GIB // 2  # an allowance, not measured: cuBLAS workspaces, what the allocator rounds up
+RESIDUAL_BYTES = ENGINE_RESIDUAL_BYTES + TRAINER_RESIDUAL_BYTES
 NORM_BYTES = 8  # an RMS norm keeps, of each element, its input and the normalised value in fp32
 
 
@@ -82,7 +83,7 @@ class Workload:
     fold_adapter: bool = False  # the engine gets weights with the adapter in them, and those beneath stay
     dtype_bytes: int = 2  # of weights, activations and KV cache; at 2, bf16, full fine-tuning adds 2 for each master
     micro_batch: int = 1  # sequences of `context` tokens in one forward and backward pass
-    residual_bytes: int = ENGINE_RESIDUAL_BYTES + TRAINER_RESIDUAL_BYTES  # on the device in every phase
+    residual_bytes: int = RESIDUAL_BYTES  # on the device in every phase
 
     def __post_init__(self) -> None:
         kinds: dict[str, type[StrEnum]] = {"mode": Mode, "optimizer": Optimizer}
