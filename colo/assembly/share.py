@@ -31,7 +31,7 @@ from colo.memory.offload import Mover
 from colo.memory.probe import free_device_bytes
 from colo.memory.storage import is_dtensor, local_bytes, local_shard, storage_key
 from colo.phases.phase import ENGINE_KV_CACHE, Segment
-from colo.planning.estimate import RESIDUAL_BYTES, SAMPLER_BYTES_PER_LOGIT, engine_bytes
+from colo.planning.estimate import RESIDUAL_BYTES, warm_up_bytes
 from colo.planning.kv_cache import layer_caches
 from colo.planning.model_shape import ModelShape
 from colo.runtime import Runtime
@@ -509,10 +509,8 @@ class EngineRequest:
 
         start.import_apart()  # before `most_at_once` imports it
         tokens, sequences = most_at_once(self.engine_options)
-        shape, dtype_bytes = ModelShape.of(model), self.dtype.itemsize
-        return RESIDUAL_BYTES + engine_bytes(
-            shape, tokens, sequences, dtype_bytes=dtype_bytes, bytes_per_logit=SAMPLER_BYTES_PER_LOGIT
-        )
+        warm_up = warm_up_bytes(ModelShape.of(model), tokens, sequences, dtype_bytes=self.dtype.itemsize)
+        return RESIDUAL_BYTES + warm_up
 
 
 def _weights_bytes(model: Any, dtype: torch.dtype, *, packed: bool) -> int:

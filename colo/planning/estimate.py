@@ -34,6 +34,9 @@ ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step: vLLM's default for max_
 # Logits, their fp32 copies, sorted values and indices, as vLLM warms its sampler up. Measured: its peak grows by
 # 1.38 GiB from 256 to 512 sequences of a 4-billion Qwen3, whose vocabulary is 151,936.
 SAMPLER_BYTES_PER_LOGIT = 38
+# What torch's allocator keeps of vLLM's warm-up until the KV cache is there, in steps. Measured with steps of 4,096
+# tokens: 1.35 GiB of Qwen3-8B, of which one holds 656 MiB, and 0.6 GiB of 1.7B, of which one holds 336 MiB.
+WARM_UP_STEPS = 2
 # The same as tokens are drawn from all of the vocabulary, with log-probabilities. Measured.
 SAMPLED_BYTES_PER_LOGIT = 4
 BUS_BYTES_PER_S = 54.6e9  # each way at once; measured: pinned memory to an H200 (examples/bench/results/offload.json)
@@ -400,10 +403,9 @@ def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
 def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
     shape.check_tp(w.tp)
     tokens, whole = min(ENGINE_BATCH_TOKENS, w.generations * w.context), _whole_matrix_bytes(shape, w, training=False)
-    warm_up, workspace = (
-        whole + engine_bytes(shape, tokens, w.generations, dtype_bytes=w.dtype_bytes, tp=w.tp, bytes_per_logit=size)
-        for size in (SAMPLER_BYTES_PER_LOGIT, SAMPLED_BYTES_PER_LOGIT)
-    )
+    held = _step_bytes(shape, tokens, dtype_bytes=w.dtype_bytes, tp=w.tp)
+    warm_up = whole + warm_up_bytes(shape, tokens, w.generations, dtype_bytes=w.dtype_bytes, tp=w.tp)
+    workspace = whole + max(held, w.generations * shape.vocab_size * SAMPLED_BYTES_PER_LOGIT)
     activations = _activation_bytes(shape, w)
     state = trainer_state(shape, w)
     window = window_bytes(shape, w)
@@ -454,20 +456,20 @@ def _leaving(rollout: Mapping[str, int], limit_bytes: int) -> tuple[str, ...]:
     return away
 
 
-def engine_bytes(
-    shape: ModelShape, tokens: int, sequences: int, *, dtype_bytes: int, tp: int = 1, bytes_per_logit: int
-) -> int:
-    """The engine's workspace: the larger of one step of `tokens` and of the sampler over all `sequences`.
+def warm_up_bytes(shape: ModelShape, tokens: int, sequences: int, *, dtype_bytes: int, tp: int = 1) -> int:
+    """Device bytes that vLLM warms up in: the larger of steps of `tokens` and of the sampler over all `sequences`."""
+    steps = WARM_UP_STEPS * _step_bytes(shape, tokens, dtype_bytes=dtype_bytes, tp=tp)
+    return max(steps, sequences * shape.vocab_size * SAMPLER_BYTES_PER_LOGIT)
 
-    A step holds queries, keys and values and the MLP's three intermediates, going in and coming out.
-    """
+
+def _step_bytes(shape: ModelShape, tokens: int, *, dtype_bytes: int, tp: int) -> int:
+    """Queries, keys and values of a step of the engine, and the MLP's three intermediates, going in and coming out."""
     heads = (shape.num_heads // tp + shape.local_kv_heads(tp)) * shape.head_dim
     dense, routed = shape.mlp_widths(tp)
     shared = shape.shared_intermediate_size // tp
     width = max(3 * dense, 3 * (routed + shared) + shape.experts_per_token * shape.hidden_size)
     mixed = max(heads, 2 * shape.mixer_width)
-    step = tokens * 2 * dtype_bytes * (mixed + width)
-    return max(step, sequences * shape.vocab_size * bytes_per_logit)
+    return tokens * 2 * dtype_bytes * (mixed + width)
 
 
 def _activation_bytes(shape: ModelShape, w: Workload) -> int:

@@ -81,9 +81,9 @@ def test_layers_that_share_a_module_are_named_with_what_to_change(path, kind, lo
 @pytest.mark.parametrize(
     ("tokens", "sequences", "warm_up_bytes"),
     [
-        (4096, 8, 4096 * 2 * 2 * (512 + 3 * 2048)),  # queries, keys and values, an MLP's intermediates, in and out
-        (4096, 1024, 1024 * 151936 * SAMPLER_BYTES_PER_LOGIT),  # more than that step
-        (16384, 8, 16384 * 2 * 2 * (512 + 3 * 2048)),
+        (4096, 8, 2 * 4096 * 2 * 2 * (512 + 3 * 2048)),  # queries, keys and values, an MLP's intermediates, in and out
+        (4096, 1024, 1024 * 151936 * SAMPLER_BYTES_PER_LOGIT),  # more than two such steps
+        (16384, 8, 2 * 16384 * 2 * 2 * (512 + 3 * 2048)),
     ],
 )
 def test_the_default_kv_cache_leaves_vllm_what_it_starts_in(tokens, sequences, warm_up_bytes, monkeypatch):
@@ -127,7 +127,7 @@ def test_the_default_kv_cache_of_8b_lets_vllm_start_on_24_gib(monkeypatch):
     weights_bytes = 2 * sum(p.numel() for p in model.parameters())
     taken_bytes = int(2.7 * GIB)  # there, before its KV cache
     spare_bytes = free_bytes - weights_bytes - taken_bytes - request.kv_cache_bytes(model, "vllm")
-    assert 0.75 * GIB < spare_bytes < 1.25 * GIB, "for CUDA graphs, and for the context of a process of its own"
+    assert 1.25 * GIB < spare_bytes < 1.75 * GIB, "for CUDA graphs, and for the context of a process of its own"
 
 
 def test_an_engine_is_started_for_a_model_with_an_adapter():

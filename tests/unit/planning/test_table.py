@@ -68,7 +68,7 @@ def test_peak_is_compared_with_the_gpu_and_with_not_taking_turns():
     text = render(plan())
     assert "Peak 115.46 GiB of 120.00 GiB: fits, 4.54 GiB to spare" in text
     assert "a copy of the weights each: 166.58 GiB" in text
-    assert "As the engine starts, 54.44 GiB: 1.28 GiB to warm up" in text
+    assert "As the engine starts, 55.72 GiB: 2.56 GiB to warm up" in text
     assert "Parked during rollouts, 15.26 GiB of host memory: trainer.master_weights" in text
     assert "KV cache: 144.00 KiB a token" in text
     assert "makes it fit" not in text
@@ -90,19 +90,19 @@ def test_streamed_state_says_where_it_is_and_what_a_step_waits_for():
 
 def test_the_smallest_card_is_named_for_each_way_to_train():
     text = render(plan(context=4096, generations=8))
-    assert row(text, "LoRA") == ["23.18 GiB", "RTX 4090", "23.50 GiB"]
+    assert row(text, "LoRA") == ["24.46 GiB", "RTX 5090", "31.30 GiB"]
     assert row(text, "full, resident") == ["112.84 GiB", "H200", "139.70 GiB"]
     assert row(text, "full, streamed") == ["36.56 GiB", "A100 40GB", "39.40 GiB"]
     assert row(render(plan(context=4096, generations=1600)), "full, resident")[1] == "none"
 
 
 def test_a_peak_above_what_a_smaller_gpu_needs_says_both():
-    lora = {"mode": "lora", "context": 4096, "generations": 8}
-    text = render(plan(**lora, gpu_memory_bytes=24 * GIB))
-    assert "Peak 23.67 GiB of 24.00 GiB: fits, 338.56 MiB to spare; 23.18 GiB would do, with" in text
-    assert row(text, "LoRA")[0] == "23.18 GiB"
-    tight = render(plan(**lora, gpu_memory_bytes=int(23.5 * GIB)))
-    assert "Peak 23.18 GiB of 23.50 GiB" in tight and "would do" not in tight
+    lora = {"mode": "lora", "lora_rank": 64, "context": 4096, "generations": 8}
+    text = render(plan(**lora, gpu_memory_bytes=28 * GIB))
+    assert "Peak 25.86 GiB of 28.00 GiB: fits, 2.14 GiB to spare; 25.19 GiB would do, with" in text
+    assert row(text, "LoRA")[0] == "25.19 GiB"
+    tight = render(plan(**lora, gpu_memory_bytes=int(25.2 * GIB)))
+    assert "Peak 25.19 GiB of 25.20 GiB" in tight and "would do" not in tight
 
 
 def test_a_gpu_with_a_name_is_called_by_it():
@@ -130,7 +130,7 @@ def test_a_recurrent_state_counts_by_the_sequence_and_not_by_the_token():
 def test_what_does_not_fit_says_what_would():
     found = plan(gpu_memory_bytes=24 * GIB, mode="lora", context=4096, generations=16)
     text = render(found)
-    assert "does not fit, 3.68 GiB missing" in text
+    assert "does not fit, 4.96 GiB missing" in text
     assert found.suggestions
     for suggestion in found.suggestions:
         assert f"  {suggestion.text}" in text
@@ -149,7 +149,7 @@ def test_contexts_go_up_to_what_the_model_was_made_for():
     assert row(text, "32768")[-1] == "130.24 GiB (too much)"
     assert row(text, "32768")[:2] == ["none", "none"]
     assert "65536" not in text
-    assert row(text, "4096") == ["44", "180", "112.84 GiB"]
+    assert row(text, "4096") == ["44", "178", "112.84 GiB"]
 
 
 def test_a_context_beyond_the_models_own_is_pointed_out():
