@@ -501,7 +501,7 @@ class EngineRequest:
         return size_bytes
 
     def _started_bytes(self, model: Any, kind: str) -> int:
-        """Bytes beside weights and KV cache as vLLM starts, as `colo plan` has them: what stays, and its warm-up."""
+        """Bytes beside weights and KV cache as vLLM starts, by the formulas of `colo plan`: what stays, its warm-up."""
         if kind != "vllm" or self.device.type != "cuda":
             return 0
         from colo.engines.vllm.client import start
@@ -509,8 +509,11 @@ class EngineRequest:
 
         start.import_apart()  # before `most_at_once` imports it
         tokens, sequences = most_at_once(self.engine_options)
-        warm_up = warm_up_bytes(ModelShape.of(model), tokens, sequences, dtype_bytes=self.dtype.itemsize)
-        return RESIDUAL_BYTES + warm_up
+        try:
+            shape = ModelShape.of(model)
+        except Unsupported:  # layers of a class of one's own, which vLLM may know
+            return RESIDUAL_BYTES
+        return RESIDUAL_BYTES + warm_up_bytes(shape, tokens, sequences, dtype_bytes=self.dtype.itemsize)
 
 
 def _weights_bytes(model: Any, dtype: torch.dtype, *, packed: bool) -> int:
@@ -522,7 +525,7 @@ def _weights_bytes(model: Any, dtype: torch.dtype, *, packed: bool) -> int:
 
 
 def _default_kv_bytes(model: Any, dtype: torch.dtype, left_bytes: int, device: torch.device) -> int:
-    """Room for `DEFAULT_SEQUENCES`, within most of what the weights leave; a CPU is given a GiB at most."""
+    """Room for `DEFAULT_SEQUENCES`, within most of what is left; a CPU is given a GiB at most."""
     length = min(DEFAULT_LENGTH, positions_of(model.config).count or DEFAULT_LENGTH)
     bytes_per_token = _kv_bytes_per_token(model, dtype)
     wanted_bytes = DEFAULT_SEQUENCES * length * bytes_per_token
@@ -546,10 +549,13 @@ def _kv_bytes_per_token(model: Any, dtype: torch.dtype) -> int:
 def _admit(weights_bytes: int, kv_cache_bytes: int, capacity_bytes: int, *, started_bytes: int) -> None:
     needed_bytes = weights_bytes + kv_cache_bytes + started_bytes
     if needed_bytes > capacity_bytes:
-        beside = f" beside {format_bytes(started_bytes)} that vLLM starts in" if started_bytes else ""
+        beside, less = "", "pass a smaller kv_cache_bytes"
+        if started_bytes:  # and the KV cache is the least that there is
+            beside = f" beside {format_bytes(started_bytes)} that vLLM starts in"
+            less = "lower max_num_batched_tokens and max_num_seqs in the engine's options"
         raise BudgetError(
             f"weights of {format_bytes(weights_bytes)} and a KV cache of {format_bytes(kv_cache_bytes)} do not fit in "
-            f"{format_bytes(capacity_bytes)}{beside}: pass a smaller kv_cache_bytes, a smaller model, or raise "
+            f"{format_bytes(capacity_bytes)}{beside}: {less}, take a smaller model, or raise "
             "device_limit_bytes (`colo plan MODEL` shows what fits)",
             needed_bytes=needed_bytes,
             free_bytes=capacity_bytes,

@@ -30,15 +30,15 @@ streams its state: activations are gone, and the window is there."""
 MOVABLE = (names.TRAINER_GRADIENTS, names.TRAINER_OPTIMIZER, names.TRAINER_MASTER_WEIGHTS)
 
 LOGITS_WORKSPACE_BYTES = 512 * MIB  # log-probabilities are computed from chunks of logits that fit this
-ENGINE_BATCH_TOKENS = 8192  # tokens of one engine step: vLLM's default for max_num_batched_tokens
+ENGINE_BATCH_TOKENS = 8192  # of one engine step: vLLM's default of max_num_batched_tokens on GPUs below 70 GiB
 # Logits, their fp32 copies, sorted values and indices, as vLLM warms its sampler up. Measured: its peak grows by
 # 1.38 GiB from 256 to 512 sequences of a 4-billion Qwen3, whose vocabulary is 151,936.
 SAMPLER_BYTES_PER_LOGIT = 38
-# What torch's allocator keeps of vLLM's warm-up until the KV cache is there, in steps. Measured with steps of 4,096
-# tokens: 1.35 GiB of Qwen3-8B, of which one holds 656 MiB, and 0.6 GiB of 1.7B, of which one holds 336 MiB.
-WARM_UP_STEPS = 2
 # The same as tokens are drawn from all of the vocabulary, with log-probabilities. Measured.
 SAMPLED_BYTES_PER_LOGIT = 4
+# What torch's allocator keeps of vLLM's warm-up until the KV cache is there, in steps. Measured with steps of 4,096
+# tokens: 1.35 GiB of Qwen3-8B, of which two hold 1.28 GiB, and 0.6 GiB of 1.7B, of which two hold 0.66 GiB.
+WARM_UP_STEPS = 2
 BUS_BYTES_PER_S = 54.6e9  # each way at once; measured: pinned memory to an H200 (examples/bench/results/offload.json)
 PASS_FRACTION = 1 / 8
 """Share of a device without a set limit that is left to a training pass beside resident state: for activations,
@@ -402,7 +402,8 @@ def _evaluate(shape: ModelShape, w: Workload) -> Estimate:
 
 def _estimated(shape: ModelShape, w: Workload, *, streamed: bool) -> Estimate:
     shape.check_tp(w.tp)
-    tokens, whole = min(ENGINE_BATCH_TOKENS, w.generations * w.context), _whole_matrix_bytes(shape, w, training=False)
+    tokens = min(ENGINE_BATCH_TOKENS, w.generations * w.context)
+    whole = _whole_matrix_bytes(shape, w, training=False)
     held = _step_bytes(shape, tokens, dtype_bytes=w.dtype_bytes, tp=w.tp)
     warm_up = whole + warm_up_bytes(shape, tokens, w.generations, dtype_bytes=w.dtype_bytes, tp=w.tp)
     workspace = whole + max(held, w.generations * shape.vocab_size * SAMPLED_BYTES_PER_LOGIT)

@@ -68,7 +68,10 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: Any, *, uncounted: tuple[str, ...] = ()) -> ModelShape:
-        """Measure a model of transformers, on any device. Raises: `Unsupported` where its layers are not known."""
+        """Measure a model of transformers, on any device, an adapter with it; `uncounted` names what it leaves out.
+
+        Raises: `Unsupported` where its layers are not known.
+        """
         text = model.config.get_text_config(decoder=True)
         unknown = Unsupported(
             f"cannot plan a model of type {text.model_type!r}: colo does not know what its layers cache"

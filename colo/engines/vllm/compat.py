@@ -223,7 +223,7 @@ def rank_limit(rank: int) -> int:
 
 def most_at_once(options: Mapping[str, Any]) -> tuple[int, int]:
     """Tokens of a step and sequences that `vllm.LLM(**options)` runs at once, by default of vLLM's choice for the
-    device: 8,192 and 256, or 16,384 and 1,024.
+    device, 8,192 and 256, or 16,384 and 1,024, and for its `max_model_len`, where that is given.
     """
     # vLLM: 0.26 to 0.33; no ticket. Delete when its warm-up is part of what a KV cache is sized beside.
     from vllm.engine.arg_utils import EngineArgs
@@ -233,6 +233,11 @@ def most_at_once(options: Mapping[str, Any]) -> tuple[int, int]:
     defaults = (by_usage[UsageContext.LLM_CLASS] * more for by_usage in EngineArgs.get_batch_defaults(world_size=1))
     given = (options.get(name) for name in ("max_num_batched_tokens", "max_num_seqs"))
     tokens, sequences = (int(own or default) for own, default in zip(given, defaults, strict=True))
+    length = options.get("max_model_len")
+    if not options.get("max_num_batched_tokens") and isinstance(length, int) and length > 0:
+        # a prompt that is not cut has to fit, and no step is larger than all sequences
+        least = 0 if options.get("enable_chunked_prefill", True) else length
+        tokens = min(max(tokens, least), sequences * length)
     return tokens, min(sequences, tokens)
 
 

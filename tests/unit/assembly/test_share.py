@@ -21,9 +21,10 @@ from colo.config import RuntimeConfig
 from colo.engine import EngineState
 from colo.engines.torch import TorchEngine
 from colo.engines.vllm.client import start
-from colo.errors import BudgetError, TransferError
+from colo.errors import BudgetError, TransferError, Unsupported
 from colo.memory.offload import Mover
 from colo.planning.estimate import RESIDUAL_BYTES, SAMPLER_BYTES_PER_LOGIT
+from colo.planning.model_shape import ModelShape
 from colo.runtime import Runtime, construction, lifetime, turns
 from colo.runtime import runtime as runtime_module
 from colo.runtime.lifetime import KEEPER, collect_dropped
@@ -104,12 +105,13 @@ def test_the_default_kv_cache_leaves_vllm_what_it_starts_in(tokens, sequences, w
     assert given.kv_cache_bytes(model, "vllm") == MIB
     assert imports == ["apart"], "what is given is not computed"
     tight = replace(request, capacity_bytes=12 * GIB - left_bytes + RESIDUAL_BYTES)
-    words = (
-        f"do not fit in .* beside {format_bytes(RESIDUAL_BYTES + warm_up_bytes)} that vLLM starts in: pass a smaller"
-    )
+    words = f"do not fit in .* beside {format_bytes(RESIDUAL_BYTES + warm_up_bytes)} that vLLM starts in: lower max_num"
     with pytest.raises(BudgetError, match=words) as caught:
         tight.kv_cache_bytes(model, "vllm")
-    assert caught.value.needed_bytes > caught.value.free_bytes == tight.capacity_bytes
+    assert caught.value.free_bytes == tight.capacity_bytes
+    assert caught.value.needed_bytes == tight.capacity_bytes + warm_up_bytes + 16 * MIB
+    just = replace(tight, capacity_bytes=caught.value.needed_bytes)
+    assert just.kv_cache_bytes(model, "vllm") == 16 * MIB
 
 
 def test_the_default_kv_cache_of_8b_lets_vllm_start_on_24_gib(monkeypatch):
@@ -128,6 +130,19 @@ def test_the_default_kv_cache_of_8b_lets_vllm_start_on_24_gib(monkeypatch):
     taken_bytes = int(2.7 * GIB)  # there, before its KV cache
     spare_bytes = free_bytes - weights_bytes - taken_bytes - request.kv_cache_bytes(model, "vllm")
     assert 1.25 * GIB < spare_bytes < 1.75 * GIB, "for CUDA graphs, and for the context of a process of its own"
+
+
+def test_a_model_that_cannot_be_measured_has_a_default_kv_cache(monkeypatch):
+    monkeypatch.setattr(start, "import_apart", lambda: None)
+
+    def unknown(model):
+        raise Unsupported("cannot plan a model")
+
+    monkeypatch.setattr(ModelShape, "of", unknown)
+    model = made()
+    request = EngineRequest("any", torch.device("cuda", 0), torch.bfloat16, RuntimeConfig(), 2 * GIB, None, {})
+    left_bytes = 2 * GIB - 2 * sum(p.numel() for p in model.parameters()) - RESIDUAL_BYTES
+    assert request.kv_cache_bytes(model, "vllm") == min(int(0.9 * left_bytes), request.kv_cache_bytes(model, "torch"))
 
 
 def test_an_engine_is_started_for_a_model_with_an_adapter():

@@ -37,6 +37,11 @@ def test_what_runs_at_once_is_what_is_given_or_vllms_own():
     assert compat.most_at_once({"performance_mode": "throughput"}) == (2 * tokens, 2 * sequences)
     assert compat.most_at_once({"max_num_batched_tokens": 4}) == (4, 4), "a step has a token of each"
     assert compat.most_at_once({"max_num_seqs": 3, "performance_mode": "throughput"}) == (2 * tokens, 3)
+    assert compat.most_at_once({"max_num_seqs": 3, "max_model_len": 100}) == (300, 3), "no step is larger"
+    assert compat.most_at_once({"max_num_batched_tokens": 400, "max_num_seqs": 3, "max_model_len": 100}) == (400, 3)
+    whole = {"enable_chunked_prefill": False, "max_model_len": 100 * tokens}
+    assert compat.most_at_once(whole) == (100 * tokens, sequences), "or the longest prompt would not fit"
+    assert compat.most_at_once({"max_model_len": "auto"}) == compat.most_at_once({"max_model_len": -1})
 
 
 @pytest.mark.parametrize("seed", [None, 5])
