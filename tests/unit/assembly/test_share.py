@@ -145,6 +145,23 @@ def test_a_model_that_cannot_be_measured_has_a_default_kv_cache(monkeypatch):
     assert request.kv_cache_bytes(model, "vllm") == min(int(0.9 * left_bytes), request.kv_cache_bytes(model, "torch"))
 
 
+def test_an_adapter_in_fp32_is_no_copy_of_the_weights(monkeypatch):
+    asked = []
+    known = EngineRequest.kv_cache_bytes
+
+    def asking(self, *args, **given):
+        asked.append(given.get("beside_bytes"))
+        return known(self, *args, **given)
+
+    monkeypatch.setattr(EngineRequest, "kv_cache_bytes", asking)
+    model = get_peft_model(made().bfloat16(), LoraConfig(r=2, target_modules="all-linear"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.float32}, "as PEFT makes them"
+    with colo.share("torch", model, adamw(trained), config=CONFIG) as rt:
+        assert rt.transport.name == "shared"
+    assert asked == [0]
+
+
 def test_an_engine_is_started_for_a_model_with_an_adapter():
     model = get_peft_model(made(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     with colo.share("torch", model, adamw([p for p in model.parameters() if p.requires_grad]), config=CONFIG) as rt:
