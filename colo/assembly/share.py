@@ -444,8 +444,8 @@ def _dtype(base: nn.Module, given: torch.dtype | str | None, device: torch.devic
 
 def _bytes_of_copy(base: nn.Module, dtype: torch.dtype) -> int:
     """Bytes that the trainer's own weights take, where the engine's dtype is another or a rank has a shard of them."""
-    weights = {id(tensor) for tensor in module_source(base, fold=False).memory()}
-    own = [p for p in base.parameters() if id(p) in weights]  # an adapter, which PEFT keeps in fp32, is no copy
+    # neither buffers nor an adapter, which PEFT keeps in fp32
+    own = [tensor for tensor in module_source(base, fold=False).memory() if isinstance(tensor, nn.Parameter)]
     if all(p.dtype == dtype and not is_dtensor(p) for p in own):
         return 0
     return sum(map(local_bytes, own))

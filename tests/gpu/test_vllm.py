@@ -78,7 +78,7 @@ def test_the_default_kv_cache_leaves_room_for_the_sampler_of_every_sequence():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
     options = OPTIONS | {"own_process": False, "enforce_eager": True}
-    limit = RuntimeConfig(device_limit_bytes=10 * GIB)
+    limit = RuntimeConfig(device_limit_bytes=9 * GIB)
     engine, _ = colo.start(config(**sizes), engine="vllm", engine_options=options, device=CUDA, config=limit)
     engine.close()
-    assert 7 * GIB < torch.cuda.max_memory_reserved() - before < 10 * GIB
+    assert torch.cuda.max_memory_reserved() - before < 8 * GIB
