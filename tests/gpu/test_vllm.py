@@ -81,4 +81,5 @@ def test_the_default_kv_cache_leaves_room_for_the_sampler_of_every_sequence():
     limit = RuntimeConfig(device_limit_bytes=9 * GIB)
     engine, _ = colo.start(config(**sizes), engine="vllm", engine_options=options, device=CUDA, config=limit)
     engine.close()
-    assert torch.cuda.max_memory_reserved() - before < 8 * GIB
+    # weights, a KV cache of 0.96 GiB, and logits of 1,024 sequences in fp32 at the least
+    assert 2 * GIB < torch.cuda.max_memory_reserved() - before < 8 * GIB
