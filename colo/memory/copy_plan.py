@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -438,17 +439,48 @@ def kernels(device: torch.device) -> ModuleType | None:
     try:
         from colo.memory import kernels as compiled
 
-        try_out(device)
+        try:
+            _tried(device).result()
+        except torch.OutOfMemoryError:  # of that moment, not of this machine
+            _tried.cache_clear()
+            try_out(device)
     except torch.OutOfMemoryError:
-        raise  # of this moment, not of this machine
+        raise
     except Exception as error:  # noqa: BLE001 - Triton may lack a compiler, a driver's library, or support of the GPU
         warnings.warn(f"weights are checked without Triton, which is slower: {error}", RuntimeWarning, stacklevel=2)
         return None
     return compiled
 
 
-def try_out(device: torch.device) -> None:
-    """Compile the kernels for `device` and check their results. Raises: Triton's errors; `RuntimeError`."""
+def compile_ahead(device: torch.device) -> None:
+    """Begin to compile the kernels for a GPU, beside what the caller does next; whoever asks for them waits."""
+    if device.type == "cuda":
+        _tried(device)
+
+
+@cache
+def _tried(device: torch.device) -> Future[None]:
+    """The only `try_out` of a device, in a thread."""
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-compile")
+    tried = pool.submit(try_out, device)
+    pool.shutdown(wait=False)
+    return tried
+
+
+def try_out(device: torch.device, *, at_once: int = 8) -> None:
+    """Compile the kernels for `device`, `at_once` of them at a time, and check their results.
+
+    Raises: Triton's errors; `RuntimeError` for a wrong result.
+    """
+    trials: list[Callable[[torch.device], None]]
+    trials = [partial(_try_walk, doing) for doing in ("copy", "digest", "copy and digest", "compare")]
+    trials += [_try_split, _try_round, _try_close_and_open]
+    with ThreadPoolExecutor(at_once, thread_name_prefix="colo-compile") as pool:
+        for _ in pool.map(lambda trial: trial(device), trials):
+            pass
+
+
+def _try_walk(doing: str, device: torch.device) -> None:
     from colo.memory import kernels as compiled
 
     generator = torch.Generator().manual_seed(0)
@@ -462,24 +494,43 @@ def try_out(device: torch.device) -> None:
     pairs += [(pairs[5][0].bfloat16(), numbers.new_zeros(40, device=device))]
     spans = [(Strided.of(source), Strided.of(target)) for source, target in pairs]
     of = [run for number, (source, target) in enumerate(spans) for run in runs(source, target, number)]
-    table, found = cut(of).to(device), [torch.zeros(len(pairs), dtype=torch.int64, device=device) for _ in "123"]
-    # compared before and after the copy, so that both answers are seen
-    for doing, numbers in zip(("compare", "copy and digest", "compare"), found, strict=True):
-        compiled.walk(table, numbers, doing)
-    told = [numbers.tolist() for numbers in found]
-    copied = [not bool(differ(*pair)) for pair in pairs]
-    sums = [int(digest_of(*pair)) for pair in pairs]
-    if told != [[1] * len(pairs), sums, [0] * len(pairs)] or not all(copied):
-        raise RuntimeError(f"Triton's kernels are wrong: {told}, {sums}, {copied}")
+    table, found = cut(of).to(device), torch.zeros(len(pairs), dtype=torch.int64, device=device)
+    compiled.walk(table, found, doing)
+    sums, differing = [int(digest_of(*pair)) for pair in pairs], [1] * len(pairs)
+    expected = sums if "digest" in doing else differing if doing == "compare" else [0] * len(pairs)
+    # only a copy writes; a comparison has seen both answers after one by torch
+    left = [int(differ(*pair)) for pair in pairs]
+    if found.tolist() != expected or left != ([0] * len(pairs) if "copy" in doing else differing):
+        raise RuntimeError(f"Triton's kernels are wrong: {doing}, {found.tolist()}, {expected}, {left}")
+    if doing == "compare":
+        copy_all([target for _, target in pairs], [source for source, _ in pairs])
+        compiled.walk(table, found.zero_(), doing)
+        if found.any():
+            raise RuntimeError(f"Triton's kernels are wrong: {doing}, {found.tolist()}")
+
+
+def _try_split(device: torch.device) -> None:
+    from colo.memory import kernels as compiled
+
     split = compiled.split_masters(torch.tensor([0x3F808001, -0x00400001], dtype=torch.int32, device=device))
     if [half.tolist() for half in split] != [[0x3F81, -64], [-0x7FFF, 0]]:
         raise RuntimeError(f"Triton's kernels are wrong: {split}")
+
+
+def _try_round(device: torch.device) -> None:
+    from colo.memory import kernels as compiled
+
     values = torch.tensor([0x3F810000, -0x00800000, 0x7FFFFFFF] + [0x3F808000] * 997, dtype=torch.int32, device=device)
     rounded = torch.zeros(len(values), dtype=torch.int16, device=device)
     compiled.round_stochastically(values, rounded, 7)
     exact, ups = rounded[:3].tolist(), int(rounded[3:].sum()) - 997 * 0x3F80
     if exact != [0x3F81, -0x80, 0x7FC0] or rounded[3:].unique().tolist() != [0x3F80, 0x3F81] or not 400 < ups < 600:
         raise RuntimeError(f"Triton's kernels are wrong: {exact}, {ups}")
+
+
+def _try_close_and_open(device: torch.device) -> None:
+    from colo.memory import kernels as compiled
+
     numbers = torch.tensor([1, 3, 5, 7], dtype=torch.int32, device=device)
     masters = torch.tensor([0x3F808001, -0x00400001, 0x40000000, 0x7FFF, 0x8000], dtype=torch.int32, device=device)
     weights, kept = (torch.zeros(5, dtype=torch.int16, device=device) for _ in "12")

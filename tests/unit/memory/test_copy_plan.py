@@ -1,6 +1,9 @@
 """Recorded copies: what the tables say, whatever the strides, and what torch does without a kernel that works."""
 
 import ctypes
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,22 +189,67 @@ def test_a_cpu_has_no_kernels(recwarn):
     assert not recwarn.list
 
 
-def test_kernels_that_do_not_work_are_warned_of_and_memory_that_is_missing_now_is_not_taken_for_that(monkeypatch):
+@pytest.fixture
+def trial(monkeypatch):
+    """Stands in for `try_out` on a GPU that is not here: gives out, or raises, what is put in; keeps the devices."""
     pytest.importorskip("triton", reason="Triton is missing, which torch for CUDA brings along")
+    results, devices = queue.SimpleQueue(), []
+
+    def try_out(device):
+        devices.append(device)
+        if isinstance(result := results.get(timeout=60), Exception):
+            raise result
+
+    monkeypatch.setattr(copy_plan, "try_out", try_out)
+    copy_plan._tried.cache_clear()
+    yield SimpleNamespace(put=results.put, devices=devices)
+    copy_plan._tried.cache_clear()
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_kernels_that_do_not_work_are_warned_of(trial):
+    trial.put(RuntimeError("no compiler"))
+    with pytest.warns(RuntimeWarning, match="without Triton, which is slower: no compiler"):
+        assert copy_plan.kernels.__wrapped__(GPU) is None
+
+
+def test_memory_that_is_missing_now_is_not_taken_for_kernels_that_do_not_work(trial):
     from colo.memory import kernels
 
-    def fail(error):
-        def try_out(device):
-            raise error
-
-        monkeypatch.setattr(copy_plan, "try_out", try_out)
-
-    gpu = torch.device("cuda", 0)
-    fail(RuntimeError("no compiler"))
-    with pytest.warns(RuntimeWarning, match="without Triton, which is slower: no compiler"):
-        assert copy_plan.kernels.__wrapped__(gpu) is None
-    fail(torch.OutOfMemoryError("not now"))
+    for _ in "12":  # in a thread, and at once again by who needs them
+        trial.put(torch.OutOfMemoryError("not now"))
     with pytest.raises(torch.OutOfMemoryError):
-        copy_plan.kernels.__wrapped__(gpu)
-    monkeypatch.setattr(copy_plan, "try_out", lambda device: None)
-    assert copy_plan.kernels.__wrapped__(gpu) is kernels
+        copy_plan.kernels.__wrapped__(GPU)
+    trial.put(None)
+    assert copy_plan.kernels.__wrapped__(GPU) is kernels
+
+
+def test_kernels_compile_once_beside_what_their_caller_does_and_are_waited_for(trial):
+    from colo.memory import kernels
+
+    copy_plan.compile_ahead(GPU)  # returns while nothing has been compiled
+    copy_plan.compile_ahead(GPU)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(copy_plan.kernels.__wrapped__, GPU)
+        with pytest.raises(TimeoutError):
+            asked.result(timeout=0.1)
+        trial.put(None)
+        assert asked.result(timeout=60) is kernels
+    assert trial.devices == [GPU]
+
+
+def test_memory_that_was_missing_as_kernels_compiled_ahead_may_be_there_when_they_are_needed(trial):
+    from colo.memory import kernels
+
+    trial.put(torch.OutOfMemoryError("while another tenant was here"))
+    copy_plan.compile_ahead(GPU)
+    trial.put(None)
+    assert copy_plan.kernels.__wrapped__(GPU) is kernels
+    assert trial.devices == [GPU, GPU]
+
+
+def test_nothing_is_compiled_ahead_for_a_cpu(trial):
+    copy_plan.compile_ahead(torch.device("cpu"))
+    assert not trial.devices

@@ -41,6 +41,7 @@ from colo.engines.vllm.client.start import (
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.wire import Forget
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
+from colo.memory.copy_plan import compile_ahead
 from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
 from colo.memory.probe import device_of
@@ -99,6 +100,7 @@ class VLLMEngine(EngineBase):
                 "class works in this process (vllm#15463): give vLLM a process of its own, own_process=True"
             )
         compat.warn_if_untested()
+        compile_ahead(device_of(device))  # beside vLLM's import and start
         # before the first `import vllm` of this process, which must not happen on a caller's stack
         import_apart()
         plugin.register()
