@@ -7,6 +7,7 @@ import signal
 import warnings
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import numpy
 import pytest
@@ -62,7 +63,15 @@ def end_all():
 
 
 @pytest.fixture(scope="module")
-def launch(tiny, engine_options, end_all):
+def vllm_cache(tmp_path_factory):
+    """The folder where vLLM of this module keeps what it has found out, which is empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm")))
+        yield Path(os.environ["VLLM_CACHE_ROOT"])
+
+
+@pytest.fixture(scope="module")
+def launch(tiny, engine_options, end_all, vllm_cache):
     """Makes runtimes over a tiny model; a new one ends the last."""
     options = {k: v for k, v in engine_options.items() if k not in ("kv_cache_bytes", "device")}
 
@@ -97,6 +106,10 @@ def train_step(rt, tokens=((1, 2, 3, 4),)):
 
 def drawn(completions):
     return [(c.token_ids, c.logprobs) for c in completions]
+
+
+def test_no_process_is_started_to_tell_what_the_model_can_do(module_rt, vllm_cache):
+    assert not (vllm_cache / "modelinfos").exists()  # where that process leaves what it tells
 
 
 # ---- one copy -------------------------------------------------------------------------------------------------------

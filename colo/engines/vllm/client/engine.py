@@ -29,6 +29,7 @@ from colo.engines.vllm.client.elsewhere import WorkersTakeSlices
 from colo.engines.vllm.client.llm_link import DEADLINE_S
 from colo.engines.vllm.client.memory import AdapterRegistry, WorkerMemory, WorkerWeights
 from colo.engines.vllm.client.start import (
+    architectures,
     changes_transformers,
     check_main_guard,
     import_apart,
@@ -94,15 +95,17 @@ class VLLMEngine(EngineBase):
         if own_process:
             # vLLM's process imports the main script anew: without a guard it would start vLLM again
             check_main_guard()
-        elif changes_transformers(model, options):
-            raise Unsupported(
-                "vLLM serves this model by transformers' own class and changes that, so that no other model of the "
-                "class works in this process (vllm#15463): give vLLM a process of its own, own_process=True"
-            )
         compat.warn_if_untested()
         compile_ahead(device_of(device))  # beside vLLM's import and start
         # before the first `import vllm` of this process, which must not happen on a caller's stack
         import_apart()
+        if not own_process:
+            if changes_transformers(model, options):
+                raise Unsupported(
+                    "vLLM serves this model by transformers' own class and changes that, so that no other model of the "
+                    "class works in this process (vllm#15463): give vLLM a process of its own, own_process=True"
+                )
+            compat.import_models(architectures(model, options))
         plugin.register()
         self._begin(device_of(device), mover, when_lost="call recover() to start it again")
         try:

@@ -150,16 +150,22 @@ def changes_transformers(
     compat.vllm_version()  # which is there, or says how to install it
     from vllm.model_executor.models import ModelRegistry
 
-    config = _config(model, options)
-    if isinstance(config, dict):
-        names = config.get("architectures")
-    else:
-        kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-        names = config.architectures or (kind and [kind.__name__])
+    names = architectures(model, options)
     if options.get("model_impl") == "transformers" or not names:
         return bool(names)
     known = [ModelRegistry.models.get(name) for name in names]
     return all(found is None or getattr(found, "module_name", "").endswith(".transformers") for found in known)
+
+
+def architectures(
+    model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel, options: Mapping[str, Any]
+) -> list[str]:
+    """Names of the classes of a model that its config has, or else that transformers has for its config."""
+    config = _config(model, options)
+    if isinstance(config, dict):
+        return config.get("architectures") or []
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return config.architectures or ([kind.__name__] if kind else [])
 
 
 PACKING: Mapping[str, Any] = {
