@@ -333,6 +333,7 @@ def step() -> None:
         "--accumulation", type=click.IntRange(1), default=2, show_default=True, help="Backward passes before a step."
     ),
     click.option("--eager", is_flag=True, help="Without CUDA graphs, under the flag and Unsloth."),
+    click.option("--cold", is_flag=True, help="Each side starts without what was compiled before, as on a new host."),
     click.option("--sides", default="", help="Only those whose name contains this."),
     device_option,
     needs_vllm=False,

@@ -87,6 +87,9 @@ UNSLOTH = {
 }
 """What Unsloth's process has in its environment."""
 
+_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
+"""Variables of the folders where what compilers have made, and vLLM has found out, is found again."""
+
 
 def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) -> None:
     """Train by every side whose name has `sides` in it; `options` are those of the command line."""
@@ -113,8 +116,10 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
         for name in chosen:
             record.tell(name)
             reached.unlink(missing_ok=True)
-            environment = UNSLOTH | {"UNSLOTH_COMPILE_LOCATION": f"{place}/unsloth"}
-            own = own_processes(first="unsloth", environment=environment) if _is_unsloths(name) else own_processes()
+            environment = {cache: tempfile.mkdtemp(dir=place) for cache in _CACHES if options["cold"]}
+            if _is_unsloths(name):
+                environment |= UNSLOTH | {"UNSLOTH_COMPILE_LOCATION": f"{place}/unsloth"}
+            own = own_processes(first="unsloth" if _is_unsloths(name) else None, environment=environment)
             with _others(card_bytes) if card_bytes else nullcontext(0) as held_bytes, own as process:
                 try:
                     row = process.submit(_measured, name, str(folder), options | {"device": device}).result()

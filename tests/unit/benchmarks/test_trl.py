@@ -1,6 +1,9 @@
 import gc
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,19 +41,30 @@ def test_the_longest_completion_is_the_last_that_a_whole_step_took(tmp_path, mon
     assert (int(reached.read_text()) if reached.exists() else 0) == (215 if first else longest)
 
 
+DEFAULTS = {"card": None, "context": None, "first": 0, "tokens": 8, "lora": False, "cold": False}
+
+
+@contextmanager
+def in_a_thread(*, first=None, environment=None):
+    """Stands in for a process of its own, with its environment."""
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        yield pool
+
+
 @pytest.fixture
 def two_sides(tmp_path, monkeypatch):
     """Measure the flag's side and another as a test does it."""
 
-    def measure(record, measured, context=None):
+    def measure(record, measured, context=None, cold=False):
         monkeypatch.setattr(trl, "_measured", measured)
-        options = {"card": None, "context": context, "first": 0, "tokens": 8, "lora": False}
-        trl.run(record, shape="8b", device="cpu", sides="", **options)
+        trl.run(record, shape="8b", device="cpu", sides="", **DEFAULTS | {"context": context, "cold": cold})
 
     monkeypatch.setattr(trl, "SIDES", {FLAG: {"stock": False}, "other": {"stock": False}})
     monkeypatch.setattr(trl, "_reached", lambda _: tmp_path / "reached")
     monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
-    monkeypatch.setattr(trl, "own_processes", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(trl, "own_processes", in_a_thread)
     return measure
 
 
@@ -78,16 +92,34 @@ def test_a_side_that_lacks_memory_is_a_row_and_the_others_go_on(two_sides):
     assert record.rows == [{"way": FLAG, "failed": "no memory"}, {"way": "other", "peak_bytes": 8}]
 
 
+@pytest.mark.parametrize("cold", [False, True])
+def test_caches_of_what_was_compiled_are_everybodys_or_each_sides_own_and_empty(two_sides, monkeypatch, cold):
+    caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
+    for name in caches:
+        monkeypatch.setenv(name, "everybody's")
+    seen = []
+
+    def measured(name, folder, options):
+        seen.extend(os.environ[cache] for cache in caches)
+        if cold:
+            assert not [file for folder in seen[-3:] for file in Path(folder).iterdir()]
+            (Path(seen[-1]) / "compiled").touch()
+        return {"way": name, "peak_bytes": None}
+
+    two_sides(Record("trl", "command"), measured, cold=cold)
+    assert len(set(seen)) == (6 if cold else 1)
+
+
 @pytest.fixture
 def ways(tmp_path, monkeypatch):
     """The sides that a call chooses, by name, without measuring them."""
     monkeypatch.setattr(trl, "_measured", lambda name, *_: {"way": name, "peak_bytes": None})
     monkeypatch.setattr(trl, "_checkpoint", lambda *_: tmp_path)
-    monkeypatch.setattr(trl, "own_processes", lambda **_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(trl, "own_processes", in_a_thread)
 
     def chosen(**options):
         record = Record("trl", "command")
-        trl.run(record, shape="8b", **{"card": None, "context": None, "first": 0, "tokens": 8, "lora": False} | options)
+        trl.run(record, shape="8b", **DEFAULTS | options)
         return [row["way"] for row in record.rows]
 
     return chosen
