@@ -334,7 +334,7 @@ def step() -> None:
     ),
     click.option("--eager", is_flag=True, help="Without CUDA graphs, under the flag and Unsloth."),
     click.option("--cold", is_flag=True, help="Each side starts without what was compiled before, as on a new host."),
-    click.option("--sides", default="", help="Only those whose name contains this."),
+    click.option("--sides", default="", help="Only the one of this name, or those whose name contains it."),
     device_option,
     needs_vllm=False,
 )

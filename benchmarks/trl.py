@@ -92,7 +92,7 @@ _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
 
 
 def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) -> None:
-    """Train by every side whose name has `sides` in it; `options` are those of the command line."""
+    """Train by the side named `sides`, or all whose name has it in it; `options` are those of the command line."""
     # an adapter is served beside the weights unless it is folded into a copy of them, as TRL does
     possible = [
         name
@@ -103,6 +103,7 @@ def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) 
         and (not _is_unsloths(name) or (options["lora"] and not options["context"]))
     ]
     chosen = [name for name in possible if sides in name and SIDES[name].get("asked", "") in sides]
+    chosen = [sides] if sides in chosen else chosen  # "TRL colocate, bf16" is the beginning of another
     if not chosen:
         raise ValueError(f"--sides {sides!r} is in none of: {'; '.join(possible)}")
     if options["first"] > (options["context"] or 0):

@@ -184,6 +184,12 @@ def test_completions_that_begin_longer_than_they_end_are_refused_at_once(ways, c
         ways(device="cpu", sides="", context=context, first=600)
 
 
+def test_a_whole_name_chooses_one_side_and_a_part_of_names_all_that_have_it(ways):
+    assert ways(device="cuda", sides="TRL colocate, bf16") == ["TRL colocate, bf16"]
+    both = ["TRL colocate, bf16", "TRL colocate, bf16, sleep mode", "TRL colocate, fp32 as it loads"]
+    assert ways(device="cuda", sides="TRL colocate") == both
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_unsloth_is_measured_where_it_is_asked_for_and_trains_an_adapter(ways, lora):
     assert "Unsloth, standby" not in ways(device="cuda", sides="", lora=lora)
