@@ -27,6 +27,23 @@ def test_lora_buffers_of_a_worker_leave_the_tables_and_those_of_others_stay(monk
         assert len(module.unrelated) == 1
 
 
+def test_classes_of_models_are_imported_where_vllm_would_ask_another_process_about_them(monkeypatch, tmp_path):
+    registry = pytest.importorskip("vllm.model_executor.models.registry")
+    models = pytest.importorskip("vllm.model_executor.models")
+    known = {}
+    for name in ("LlamaForCausalLM", "MissingForCausalLM"):
+        known[name] = registry._LazyRegisteredModel(f"vllm.model_executor.models.{name[:5].lower()}", name)
+    monkeypatch.setattr(models, "ModelRegistry", registry._ModelRegistry(known))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # where nothing is known of any class
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda _: pytest.fail("another process is asked"))
+    missing = known["MissingForCausalLM"]
+    for _ in "12":  # also where it has been imported
+        compat.import_models(["LlamaForCausalLM", "MissingForCausalLM", "of a class that nobody knows"])
+        assert models.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls().is_text_generation_model
+    assert models.ModelRegistry.models["MissingForCausalLM"] is missing, "which vLLM fails to import with an error"
+    assert models.ModelRegistry.models.keys() == known.keys()
+
+
 def test_what_runs_at_once_is_what_is_given_or_vllms_own():
     vllm = pytest.importorskip("vllm.engine.arg_utils")
     from vllm.usage.usage_lib import UsageContext
