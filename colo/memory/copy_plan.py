@@ -436,33 +436,42 @@ def kernels(device: torch.device) -> ModuleType | None:
     """The compiled kernels of `colo.memory.kernels`; `None` on a CPU and, with a warning, where Triton fails."""
     if device.type != "cuda":
         return None
-    try:
-        from colo.memory import kernels as compiled
-
-        try:
-            _tried(device).result()
-        except torch.OutOfMemoryError:  # of that moment, not of this machine
-            _tried.cache_clear()
-            try_out(device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - Triton may lack a compiler, a driver's library, or support of the GPU
+    if isinstance(_tried(device).result(), torch.OutOfMemoryError):
+        _tried.cache_clear()  # of that moment, not of this machine
+    error = _tried(device).result()
+    if isinstance(error, torch.OutOfMemoryError):
+        _tried.cache_clear()
+        raise error
+    if error is not None:
         warnings.warn(f"weights are checked without Triton, which is slower: {error}", RuntimeWarning, stacklevel=2)
         return None
+    from colo.memory import kernels as compiled
+
     return compiled
 
 
 def compile_ahead(device: torch.device) -> None:
-    """Begin to compile the kernels for a GPU, beside what the caller does next; whoever asks for them waits."""
+    """Begin to compile the kernels for a GPU, beside what the caller does next.
+
+    `kernels` waits for them, and so does the process where it ends before.
+    """
     if device.type == "cuda":
         _tried(device)
 
 
 @cache
-def _tried(device: torch.device) -> Future[None]:
-    """The only `try_out` of a device, in a thread."""
+def _tried(device: torch.device) -> Future[Exception | None]:
+    """Start `try_out` for a device in a thread, once; the future has its error, if any."""
+
+    def trial() -> Exception | None:
+        try:
+            try_out(device)
+        except Exception as error:  # noqa: BLE001 - Triton may lack a compiler, a driver's library, or the GPU's support
+            return error.with_traceback(None)  # whose frames would keep tensors, as long as it is kept
+        return None
+
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="colo-compile")
-    tried = pool.submit(try_out, device)
+    tried = pool.submit(trial)
     pool.shutdown(wait=False)
     return tried
 
@@ -484,21 +493,22 @@ def _try_walk(doing: str, device: torch.device) -> None:
     from colo.memory import kernels as compiled
 
     generator = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**31), 2**31, (4 * WORDS + 24,), generator=generator, device="cpu").to(torch.int32)
-    halves, numbers = words.view(torch.int16)[: 6 * 40].view(6, 40), (words[:40] % 60_000) / 7
-    # odd offsets, gaps between rows and a transpose, so that narrow words and peeled ends are met too
-    sources = [words, words[1:7], halves[:, 3:34], halves[:, :9].t(), numbers.to(torch.bfloat16).to(torch.float16)]
-    pairs = [(source.to(device), torch.zeros_like(source, device=device)) for source in sources]
-    pairs += [(numbers.to(device), torch.zeros(40, dtype=d, device=device)) for d in (torch.bfloat16, torch.float16)]
-    pairs += [(numbers[1:].to(device), torch.zeros(39, dtype=torch.bfloat16, device=device))]
-    pairs += [(pairs[5][0].bfloat16(), numbers.new_zeros(40, device=device))]
+    drawn = torch.randint(-(2**31), 2**31, (4 * WORDS + 24,), generator=generator, device="cpu")
+    words = drawn.to(torch.int32).to(device)
+    halves, small = words.view(torch.int16)[: 6 * 40].view(6, 40), words.view(torch.uint8)
+    numbers = (words[:40] % 60_000).float() / 7  # not of the default dtype, which vLLM changes while it loads
+    # words of every width, by odd offsets, gaps between rows and a transpose
+    sources = [words, words[1:7], words[2:8], small[1:42], halves[:, 3:34], halves[:, :9].t()]
+    pairs = [(source, torch.zeros_like(source)) for source in sources]
+    pairs += [(numbers[1:], torch.zeros(39, dtype=torch.bfloat16, device=device))]  # a cast that is not wide
+    pairs += [(numbers.to(source), torch.zeros(40, dtype=target, device=device)) for source, target in CASTS]
     spans = [(Strided.of(source), Strided.of(target)) for source, target in pairs]
     of = [run for number, (source, target) in enumerate(spans) for run in runs(source, target, number)]
     table, found = cut(of).to(device), torch.zeros(len(pairs), dtype=torch.int64, device=device)
     compiled.walk(table, found, doing)
     sums, differing = [int(digest_of(*pair)) for pair in pairs], [1] * len(pairs)
     expected = sums if "digest" in doing else differing if doing == "compare" else [0] * len(pairs)
-    # only a copy writes; a comparison has seen both answers after one by torch
+    # only a copy writes; a comparison runs again after torch's copy, so that it gives both answers
     left = [int(differ(*pair)) for pair in pairs]
     if found.tolist() != expected or left != ([0] * len(pairs) if "copy" in doing else differing):
         raise RuntimeError(f"Triton's kernels are wrong: {doing}, {found.tolist()}, {expected}, {left}")

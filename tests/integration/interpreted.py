@@ -45,6 +45,24 @@ def test_a_kernel_that_walks_wrongly_is_not_used(monkeypatch, doing, broken):
         copy_plan.try_out(CPU, at_once=1)
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_kind_of_copy_is_tried_whatever_the_default_dtype(monkeypatch, default):
+    walk, kinds = kernels.walk, set()
+
+    def noted(table, found, what):
+        kinds.update(table[:, 6].tolist())
+        walk(table, found, what)
+
+    monkeypatch.setattr(kernels, "walk", noted)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)  # as vLLM does where it loads a model
+        copy_plan.try_out(CPU, at_once=1)
+    finally:
+        torch.set_default_dtype(before)
+    assert kinds >= {1, 2, 4, 8, 16, 32, 33, *(32 + 2 * number for number in range(1, len(CASTS)))}, kinds
+
+
 @pytest.mark.parametrize(
     ("name", "broken"),
     [

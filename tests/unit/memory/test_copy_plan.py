@@ -213,6 +213,7 @@ def test_kernels_that_do_not_work_are_warned_of(trial):
     trial.put(RuntimeError("no compiler"))
     with pytest.warns(RuntimeWarning, match="without Triton, which is slower: no compiler"):
         assert copy_plan.kernels.__wrapped__(GPU) is None
+    assert copy_plan._tried(GPU).result().__traceback__ is None, "whose frames would stay for as long as the error"
 
 
 def test_memory_that_is_missing_now_is_not_taken_for_kernels_that_do_not_work(trial):
