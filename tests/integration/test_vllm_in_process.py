@@ -109,6 +109,10 @@ def drawn(completions):
 
 
 def test_no_process_is_started_to_tell_what_the_model_can_do(module_rt, vllm_cache):
+    from vllm.model_executor.models import ModelRegistry
+
+    (name,) = module_rt.model.config.architectures or [type(module_rt.model).__name__]
+    assert not hasattr(ModelRegistry.models[name], "module_name"), "its class was imported before it was looked at"
     assert not (vllm_cache / "modelinfos").exists()  # where that process leaves what it tells
 
 

@@ -205,20 +205,20 @@ def runs_in_this_process() -> bool:
     return any(getattr(client, "engine_core", None) is not None for client in clients)  # none of a start that failed
 
 
-def import_models(names: Iterable[str]) -> None:
-    """Import vLLM's classes of models for an engine in this process, as its loading does later.
+def import_model(names: Iterable[str]) -> None:
+    """Import the class of a model before vLLM inspects it, for an engine in this process; `names` are the model's.
 
-    Of a class that is not imported vLLM asks a process of its own what it can do, once for each model and version, and
-    that process has to import all of vLLM first.
+    vLLM inspects a class that is not imported in a process of its own, which imports all of vLLM first, and keeps the
+    answer in its cache.
     """
-    # vLLM: 0.26 to 0.33; no ticket. Delete when vLLM looks at a class where it is going to import it.
+    # vLLM: 0.26 to 0.33; no ticket. Delete when vLLM inspects a class where it is going to import it.
     from vllm.model_executor.models import ModelRegistry
 
-    for name in names:
-        known = ModelRegistry.models.get(name)
-        with suppress(Exception):  # of which vLLM tells when it fails to import the class
-            if hasattr(known, "module_name"):  # not imported yet
-                ModelRegistry.register_model(name, known.load_model_cls())
+    name = next((name for name in names if name in ModelRegistry.models), "")  # the one that vLLM takes
+    known = ModelRegistry.models.get(name)
+    if hasattr(known, "module_name"):  # not imported yet
+        with suppress(Exception):  # vLLM reports the error when it loads the class itself
+            ModelRegistry.register_model(name, known.load_model_cls())
 
 
 def smallest_utilization() -> float:

@@ -42,7 +42,7 @@ from colo.engines.vllm.client.start import (
 from colo.engines.vllm.store import WeightStore
 from colo.engines.vllm.wire import Forget
 from colo.errors import EngineLost, PhaseError, TransferError, Unsupported
-from colo.memory.copy_plan import compile_ahead
+from colo.memory.copy_plan import compile_ahead, kernels
 from colo.memory.load_plan import LoadPlan
 from colo.memory.offload import Mover
 from colo.memory.probe import device_of
@@ -95,17 +95,17 @@ class VLLMEngine(EngineBase):
         if own_process:
             # vLLM's process imports the main script anew: without a guard it would start vLLM again
             check_main_guard()
+        elif changes_transformers(model, options):
+            raise Unsupported(
+                "vLLM serves this model by transformers' own class and changes that, so that no other model of the "
+                "class works in this process (vllm#15463): give vLLM a process of its own, own_process=True"
+            )
         compat.warn_if_untested()
         compile_ahead(device_of(device))  # beside vLLM's import and start
         # before the first `import vllm` of this process, which must not happen on a caller's stack
         import_apart()
         if not own_process:
-            if changes_transformers(model, options):
-                raise Unsupported(
-                    "vLLM serves this model by transformers' own class and changes that, so that no other model of the "
-                    "class works in this process (vllm#15463): give vLLM a process of its own, own_process=True"
-                )
-            compat.import_models(architectures(model, options))
+            compat.import_model(architectures(model, options))
         plugin.register()
         self._begin(device_of(device), mover, when_lost="call recover() to start it again")
         try:
@@ -127,6 +127,10 @@ class VLLMEngine(EngineBase):
                 max_lora_rank=max_lora_rank,
                 options=options,
             )
+            if not own_process and self._store is None:
+                kernels(
+                    self.device
+                )  # colo's loader waits for them otherwise: vLLM's capture of graphs bears no other work
             # kept, so that `recover` starts exactly this engine again
             self._start: Callable[[], WorkerLink] | None = partial(
                 start_llm, options, self.device, self._status, own_process=own_process, deadline_s=deadline_s

@@ -160,7 +160,7 @@ def changes_transformers(
 def architectures(
     model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel, options: Mapping[str, Any]
 ) -> list[str]:
-    """Names of the classes of a model that its config has, or else that transformers has for its config."""
+    """List a model's architectures: its config's, or else the class that transformers has for the config."""
     config = _config(model, options)
     if isinstance(config, dict):
         return config.get("architectures") or []

@@ -27,21 +27,24 @@ def test_lora_buffers_of_a_worker_leave_the_tables_and_those_of_others_stay(monk
         assert len(module.unrelated) == 1
 
 
-def test_classes_of_models_are_imported_where_vllm_would_ask_another_process_about_them(monkeypatch, tmp_path):
+def test_the_class_of_a_model_is_imported_where_vllm_would_ask_another_process_about_it(monkeypatch, tmp_path):
     registry = pytest.importorskip("vllm.model_executor.models.registry")
     models = pytest.importorskip("vllm.model_executor.models")
-    known = {}
-    for name in ("LlamaForCausalLM", "MissingForCausalLM"):
-        known[name] = registry._LazyRegisteredModel(f"vllm.model_executor.models.{name[:5].lower()}", name)
+    known = {
+        name: registry._LazyRegisteredModel(f"vllm.model_executor.models.{name[:5].lower()}", name)
+        for name in ("LlamaForCausalLM", "MissingForCausalLM")
+    }
+    before = dict(known)
     monkeypatch.setattr(models, "ModelRegistry", registry._ModelRegistry(known))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # where nothing is known of any class
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda _: pytest.fail("another process is asked"))
-    missing = known["MissingForCausalLM"]
+    for names in ([], ["nobody's"], ["MissingForCausalLM", "LlamaForCausalLM"]):
+        compat.import_model(names)  # of the first that there is, and vLLM tells what is wrong with it
+        assert known == before
     for _ in "12":  # also where it has been imported
-        compat.import_models(["LlamaForCausalLM", "MissingForCausalLM", "of a class that nobody knows"])
+        compat.import_model(["nobody's", "LlamaForCausalLM", "MissingForCausalLM"])
         assert models.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls().is_text_generation_model
-    assert models.ModelRegistry.models["MissingForCausalLM"] is missing, "which vLLM fails to import with an error"
-    assert models.ModelRegistry.models.keys() == known.keys()
+    assert known == before | {"LlamaForCausalLM": known["LlamaForCausalLM"]} != before
 
 
 def test_what_runs_at_once_is_what_is_given_or_vllms_own():
