@@ -88,7 +88,7 @@ UNSLOTH = {
 """What Unsloth's process has in its environment."""
 
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
-"""Variables of the folders where what compilers have made, and vLLM has found out, is found again."""
+"""Environment variables of the folders that keep compiled kernels, and what vLLM knows of models."""
 
 
 def run(record: Record, *, shape: str, device: str, sides: str, **options: Any) -> None:
