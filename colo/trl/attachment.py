@@ -250,9 +250,11 @@ def choose_process(options: dict[str, Any], num_ranks: int, model: Any = None) -
     Raises: `Unsupported` for engines within several ranks, which would take the ranks' process group for their own.
     """
     if "own_process" not in options:
-        from colo.engines.vllm.client.start import changes_transformers
+        from colo.engines.vllm.client.start import architectures, changes_transformers
 
-        options["own_process"] = num_ranks > 1 or (model is not None and changes_transformers(model, options))
+        options["own_process"] = num_ranks > 1 or (
+            model is not None and changes_transformers(architectures(model, options), options)
+        )
     if not options["own_process"] and num_ranks > 1:
         raise Unsupported(f"vLLM within each of {num_ranks} ranks takes them for its own: leave own_process=False out")
 

@@ -92,10 +92,11 @@ class VLLMEngine(EngineBase):
 
         Raises: `Unsupported` without vLLM, or when it runs on another device; whatever vLLM raises.
         """
+        names = [] if own_process else architectures(model, options)
         if own_process:
             # vLLM's process imports the main script anew: without a guard it would start vLLM again
             check_main_guard()
-        elif changes_transformers(model, options):
+        elif changes_transformers(names, options):
             raise Unsupported(
                 "vLLM serves this model by transformers' own class and changes that, so that no other model of the "
                 "class works in this process (vllm#15463): give vLLM a process of its own, own_process=True"
@@ -104,8 +105,7 @@ class VLLMEngine(EngineBase):
         compile_ahead(device_of(device))  # beside vLLM's import and start
         # before the first `import vllm` of this process, which must not happen on a caller's stack
         import_apart()
-        if not own_process:
-            compat.import_model(architectures(model, options))
+        compat.import_model(names)
         plugin.register()
         self._begin(device_of(device), mover, when_lost="call recover() to start it again")
         try:
@@ -128,9 +128,8 @@ class VLLMEngine(EngineBase):
                 options=options,
             )
             if not own_process and self._store is None:
-                kernels(
-                    self.device
-                )  # colo's loader waits for them otherwise: vLLM's capture of graphs bears no other work
+                # nothing else may run on the device while vLLM captures graphs; colo's loader waits by itself
+                kernels(self.device)
             # kept, so that `recover` starts exactly this engine again
             self._start: Callable[[], WorkerLink] | None = partial(
                 start_llm, options, self.device, self._status, own_process=own_process, deadline_s=deadline_s

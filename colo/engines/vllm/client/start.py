@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
@@ -140,17 +140,14 @@ def _config(
     return found
 
 
-def changes_transformers(
-    model: str | os.PathLike[str] | PretrainedConfig | PreTrainedModel, options: Mapping[str, Any]
-) -> bool:
-    """Tell whether vLLM serves a model by transformers' own class (SmolLM3, OLMo 2, StarCoder 2).
+def changes_transformers(names: Sequence[str], options: Mapping[str, Any]) -> bool:
+    """Tell whether vLLM serves a model of these `names` by transformers' own class (SmolLM3, OLMo 2, StarCoder 2).
 
     vLLM changes that class in place, so that no other model of it works in the same process.
     """
     compat.vllm_version()  # which is there, or says how to install it
     from vllm.model_executor.models import ModelRegistry
 
-    names = architectures(model, options)
     if options.get("model_impl") == "transformers" or not names:
         return bool(names)
     known = [ModelRegistry.models.get(name) for name in names]
